@@ -146,6 +146,10 @@ class SGLangHost:
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self._names.send(name, version, lora_id, done)
 
+    def settle_moves(self, seconds: float) -> None:
+        self._names.wait(seconds)
+        self._names.poll()
+
     def wakeups(self) -> list[Any]:
         return [self._names.socket, self._staging.wakeup.fd]
 

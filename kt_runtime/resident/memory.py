@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import queue
-import threading
-from functools import cache
-from typing import Any
 
 import psutil
 
@@ -34,24 +30,6 @@ def check_available(needed: int, what: str, hint: str = "") -> None:
     available = available_bytes()
     if needed > available:
         raise ConflictError(f"{what} needs {needed} bytes of memory, {available} are available{hint}")
-
-
-def free_elsewhere(*objects: Any) -> None:
-    """Drops these references on another thread: the system takes a tenth of a second and more to free gigabytes, which
-    nobody shall wait for. The caller must keep none."""
-    _to_free().put(objects)
-
-
-@cache
-def _to_free() -> queue.SimpleQueue[Any]:
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def free() -> None:
-        while True:
-            waiting.get()  # the result is dropped at once
-
-    threading.Thread(target=free, name="kt-free", daemon=True).start()
-    return waiting
 
 
 def keep_freed_memory() -> bool:

@@ -41,12 +41,11 @@ from kt_runtime.adapters import (
     content_hash,
     read_adapter,
 )
-from kt_runtime.adapters.tensors import Contents, contents_of, give_way
+from kt_runtime.adapters.tensors import Contents, contents_of, free_elsewhere, give_way
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.memory import free_elsewhere
 from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
 from kt_runtime.resident.publishing.probe import OPENING, Probe
@@ -187,6 +186,7 @@ class Publisher:
         self._persistence = Persistence(store, host.model)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
+        self._has_asked = False
         self._in_progress: dict[str, _Operation] = {}
         self._queues: dict[str, deque[_Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
@@ -390,6 +390,12 @@ class Publisher:
             self._moved(lora_id, error)
 
         self._host.move_name(name, prepared.version.hash, lora_id, answered)
+        self._has_asked = True
+
+    def has_asked(self) -> bool:
+        """Whether the frontend was asked to move a name since the last call."""
+        asked, self._has_asked = self._has_asked, False
+        return asked
 
     def finish(self, lora_id: str, error: Exception | None) -> None:
         """The frontend has moved the name, or `error` is why not. Starts the name's next operation."""
