@@ -71,7 +71,7 @@ class NamesChannel:
     def wait(self, seconds: float) -> None:
         """Sleeps until an answer can be polled, or for so long. Returns at once if no move is open."""
         if self._waiting:
-            self._socket.poll(1000 * seconds)
+            self._socket.poll(int(1000 * seconds))
 
     def poll(self) -> None:
         """Calls `done` of every move that has succeeded, failed or timed out."""

@@ -151,16 +151,21 @@ def _evict(manager: Any, in_use: Collection[str | None]) -> int | None:
 
 
 def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> None:
-    """Gives reserved slots back while the batch needs more slots than are empty: first those that no request awaits,
-    the oldest of these first."""
+    """Gives reserved slots back while the batch needs more slots than are empty, the oldest first. Those that requests
+    await only if there is no other adapter whose slot SGLang can take."""
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     reserved = _reserved(pool)
     if not reserved:
         return
     needed = sum(uid not in pool.uid_to_buffer_id for uid in cur_uids)
-    while reserved and needed > sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid):
-        next((slot for slot in reserved if not slot.is_awaited), reserved[0]).give_back()
+    pinned = {uid for uid, reference in others.get("lora_refs", {}).items() if reference.pinned}
+    others_in_slots = sum(uid is not None and uid not in cur_uids for uid in pool.uid_to_buffer_id.keys() - pinned)
+    while reserved and needed > (empty := sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid)):
+        slot = next((slot for slot in reserved if not slot.is_awaited), None)
+        if slot is None and needed <= empty + others_in_slots:
+            return
+        (slot or reserved[0]).give_back()
 
 
 def trim(manager: Any, in_use: Collection[str | None], budget_bytes: int) -> list[ReservedSlot]:

@@ -20,6 +20,9 @@ RANKS = (8, 64)
 CYCLES, QUICK_CYCLES = 1000, 100
 BYTES = 2
 """Of a number in an adapter's file: bfloat16."""
+LARGE_BYTES = 10**9
+"""An adapter of so many bytes is loaded once, by a server that trains none of its rank: training takes eight times as
+much memory."""
 HIGHEST_ATTENTION_RANK = 256
 """A size that attention alone reaches with a higher rank is reached with all targets instead."""
 
@@ -90,9 +93,8 @@ def size_of(name: str, config: Mapping[str, Any]) -> Size:
 
 
 def smallest(plan: Plan, config: Mapping[str, Any]) -> Size:
-    """Of the sizes whose rank a session has too; without one, a session's rank on attention."""
-    sizes = [size_of(name, config) for name in plan.sizes]
-    small = [each for each in sizes if each.rank <= max(plan.ranks)]
+    """Of the sizes below `LARGE_BYTES`; without one, a session's rank on attention."""
+    small = [size_of(name, config) for name in plan.sizes if bytes_of(name) < LARGE_BYTES]
     rank = max(plan.ranks)
     made = Size(f"rank {rank}", rank * rank_bytes(config, TARGETS[0]), rank, TARGETS[0])
     return min(small, key=lambda each: each.num_bytes, default=made)

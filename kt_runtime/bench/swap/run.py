@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.bench.swap.figures import result_of, row_of
-from kt_runtime.bench.swap.plan import Plan, Size, size_of
+from kt_runtime.bench.swap.plan import LARGE_BYTES, Plan, Size, bytes_of, size_of
 from kt_runtime.bench.swap.server_side import MANY_STREAM_TOKENS, STREAM_TOKENS, SwapBench
 from kt_runtime.bench.swap.streams import PROMPT_TOKENS
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
@@ -30,8 +30,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
         config = json.loads((model / "config.json").read_text())
         dtype = plan.dtype or faster_dtype()
         sizes = [size_of(name, config) for name in plan.sizes]
-        small = [each for each in sizes if each.rank <= max(plan.ranks)]
-        large = [each for each in sizes if each.rank > max(plan.ranks)]
+        small = [each for each in sizes if bytes_of(each.name) < LARGE_BYTES]
+        large = [each for each in sizes if bytes_of(each.name) >= LARGE_BYTES]
         say(f"starting a server in {dtype}")
         with server(str(model), _options(plan, dtype, small, directory), directory / "server.log") as api:
             bench = SwapBench(plan, api, config, directory, say)
@@ -50,12 +50,12 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _options(plan: Plan, dtype: str, sizes: Sequence[Size], directory: Path) -> list[str]:
-    """Of a server for these sizes. Training takes eight times an adapter's memory: only sessions' ranks are trained."""
+    """Of a server for these sizes."""
     highest = max([*plan.ranks, *(each.rank for each in sizes)])
     longest = max(plan.streams * (STREAM_TOKENS + PROMPT_TOKENS), plan.many_streams * (MANY_STREAM_TOKENS + 16))
     options = ["--dtype", dtype, "--context-tokens", str(STREAM_TOKENS + 64), "--max-lora-rank", str(highest)]
     options += ["--max-total-tokens", str(longest + 4096), "--finetuning-dir", "off"]
-    if highest > max(plan.ranks):
+    if any(bytes_of(each.name) >= LARGE_BYTES for each in sizes):
         options += ["--lora-memory", str(2 * max(each.num_bytes for each in sizes)), "--session-memory", "64MiB"]
     else:
         options += ["--lora-slots", str(LORA_SLOTS)]

@@ -13,7 +13,7 @@ import httpx
 
 from kt_runtime.bench.swap.figures import Swap, row_of
 from kt_runtime.bench.swap.files import write_adapter
-from kt_runtime.bench.swap.plan import TARGETS, Plan, Size, rank_bytes, smallest
+from kt_runtime.bench.swap.plan import LARGE_BYTES, TARGETS, Plan, Size, bytes_of, rank_bytes, smallest
 from kt_runtime.bench.swap.streams import FIRST_TOKEN, Streams, now
 from kt_runtime.bench.train.plan import LEARNING_RATE
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -24,8 +24,6 @@ TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
 STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
 QUIET_SECONDS = 1.5
-LARGE_BYTES = 10**9
-"""An adapter of so many bytes is loaded once."""
 SETTLE_SECONDS = 0.5
 """Between two rounds: the first version's directory is written meanwhile."""
 
@@ -101,7 +99,7 @@ class SwapBench:
         return found
 
     def _load(self, size: Size) -> Swap:
-        rounds = 1 if size.num_bytes >= LARGE_BYTES else self._plan.rounds
+        rounds = 1 if bytes_of(size.name) >= LARGE_BYTES else self._plan.rounds
         found = Swap("load", size.name, size.rank, size.targets, size.num_bytes, self._plan.streams)
         self._say(f"an adapter of {size.name}: rank {size.rank}, {size.targets}")
         path = write_adapter(self._directory / "load", size, self._config, 0)

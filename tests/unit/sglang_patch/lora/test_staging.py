@@ -157,6 +157,24 @@ def test_a_budget_moves_adapters_out_and_lets_requests_wait(
     wait_for(stage, "first")
 
 
+def test_a_batch_takes_another_adapter_s_slot_before_one_that_a_request_awaits(
+    manager: Any, stage: staging.Staging, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES[:4]:
+        installed(name)
+    manager.fetch_new_loras({None, "first", "second"})
+    gate = threading.Event()
+    real = slots.copies_into
+    monkeypatch.setattr(slots, "copies_into", lambda *given: real(*given) if gate.wait(PATIENCE_S) else [])
+    assert stage.may_run("third", {None, "second"}) is False  # the last empty slot is reserved for it
+    manager.fetch_new_loras({None, "second", "fourth"})
+    assert in_slots(manager) == {"second", "fourth"}
+    # Without such an adapter, the batch comes first.
+    manager.fetch_new_loras({None, "second", "fourth", "first"})
+    assert in_slots(manager) == {"second", "fourth", "first"} and not slots._reserved(manager.memory_pool)
+    gate.set()
+
+
 def test_a_dropped_adapter_is_brought_in_no_more(
     manager: Any, stage: staging.Staging, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
