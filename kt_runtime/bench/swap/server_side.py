@@ -24,6 +24,8 @@ TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
 STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
 QUIET_SECONDS = 1.5
+LEAST_GAPS = 4
+"""Of a stream, before anything is published."""
 SETTLE_SECONDS = 0.5
 """Between two rounds: the first version's directory is written meanwhile."""
 
@@ -125,19 +127,23 @@ class SwapBench:
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
             began = now()
             time.sleep(QUIET_SECONDS)
-            found.quiet += streams.gaps_ms(began, now())
+            found.quiet += streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
+            times: list[tuple[float, float]] = []
 
             def measured(call: Callable[[], object], times_ms: list[float] | None = None) -> None:
                 started = now()
                 call()
+                times.append((started, now()))
                 if times_ms is not None:
-                    times_ms.append(1e3 * (now() - started))
-                found.during += streams.gaps_ms(started, now())
+                    times_ms.append(1e3 * (times[-1][1] - started))
 
             started = now()
             yield measured
             if whole:
-                found.during += streams.gaps_ms(started, now())
+                times = [(started, now())]
+            streams.wait_for_gaps_ms(now(), count)  # the gaps at the end are over, too
+            for since, until in times:
+                found.during += streams.gaps_ms(since, until)
         self.failures += streams.failures
 
     def _publish_file(self, path: Path) -> None:

@@ -15,6 +15,7 @@ from kt_runtime.errors import KtError, RuntimeFault
 
 FIRST_TOKEN = 3  # smaller ids are special tokens of a made model
 PROMPT_TOKENS = 4
+PATIENCE_SECONDS = 120.0
 FIRST_EVENTS = 4
 """Of every stream, before anything is measured."""
 
@@ -57,6 +58,16 @@ class Streams:
         for request in list(self._requests):
             times = [at for at, _ in list(request.events)]
             gaps += [1e3 * (b - a) for a, b in pairwise(times) if b >= since and a <= until]
+        return gaps
+
+    def wait_for_gaps_ms(self, since: float, count: int) -> list[float]:
+        """The gaps from `since` on, as soon as there are `count` of them. Raises RuntimeFault if there are none in
+        `PATIENCE_SECONDS`."""
+        ends = now() + PATIENCE_SECONDS
+        while len(gaps := self.gaps_ms(since, now())) < count and now() < ends:
+            time.sleep(0.05)
+        if not gaps:
+            raise RuntimeFault(f"no stream got a token in {PATIENCE_SECONDS:.0f} s; failures: {self.failures[:1]}")
         return gaps
 
     async def _run(self) -> None:
