@@ -42,7 +42,13 @@ from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
 from kt_runtime.serve.memory.routes import check_routing_replay
-from kt_runtime.serve.memory.server import plan_server, session_memory_bytes, with_lora_rank, with_microbatch
+from kt_runtime.serve.memory.server import (
+    plan_server,
+    session_memory_bytes,
+    with_lora_rank,
+    with_lora_slots,
+    with_microbatch,
+)
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
@@ -83,7 +89,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_stream_experts(options, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
-    options = with_lora_rank(options, model.config, model.name)
+    options = with_lora_slots(with_lora_rank(options, model.config, model.name), model.config)
     if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
         say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
     check_routing_replay(options, model.config, with_gpu=has_gpu())
@@ -307,6 +313,7 @@ def _settings(
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,
+        lora_memory_bytes=options.lora_memory_bytes,
         gpu_expert_bytes=options.gpu_experts_bytes,
         gpu_expert_format=options.gpu_experts_format,
         pinned_experts=dict(options.pinned_experts),

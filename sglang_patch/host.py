@@ -29,6 +29,7 @@ from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.lora import slots as lora_slots
+from kt_runtime.sglang_patch.lora import staging as lora_staging
 from kt_runtime.sglang_patch.version import PINNED
 from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
@@ -65,6 +66,7 @@ class SGLangHost:
         self._runner = scheduler.tp_worker.model_runner
         self._names = NamesChannel(settings.names_address)
         self._to_drop: set[str] = set()
+        self._staging = lora_staging.start(self._runner.lora_manager, settings.lora_memory_bytes)
         self.model = settings.model
         self.model_directory = settings.model_directory
         self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())
@@ -125,7 +127,7 @@ class SGLangHost:
         return latencies.measured
 
     def reserve_slot(self) -> object | None:
-        return lora_slots.reserve(self._runner.lora_manager)
+        return lora_slots.reserve(self._runner.lora_manager, {None, *self._staging.kept(self._in_use())})
 
     def release_slot(self, slot: Any) -> None:
         slot.give_back()
@@ -144,27 +146,37 @@ class SGLangHost:
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self._names.send(name, version, lora_id, done)
 
+    def settle_moves(self, seconds: float) -> None:
+        self._names.wait(seconds)
+        self._names.poll()
+
     def wakeups(self) -> list[Any]:
-        return [self._names.socket]
+        return [self._names.socket, self._staging.wakeup.fd]
 
     def poll(self) -> None:
-        """Receives the frontend's answers to `move_name` and drops unused adapters. Called once per turn."""
+        """Receives the frontend's answers to `move_name`, drops unused adapters, and moves others out of the slots that
+        exceed the memory for them. Called once per turn."""
         self._names.poll()
         self._drop_unused()
+        self._staging.turn(self._in_use)
 
     def _drop_unused(self) -> None:
         if not self._to_drop:
             return
-        in_use = lora_install.adapters_in_use(self._scheduler)
+        in_use = self._in_use()
         for lora_id in self._to_drop - in_use:
             lora_install.drop_adapter(self._runner.lora_manager, lora_id)
         self._to_drop &= in_use
+
+    def _in_use(self) -> set[str]:
+        return lora_install.adapters_in_use(self._scheduler)
 
     def cache_tiers(self) -> list[CacheTier]:
         return cache_metrics.tiers(self._scheduler)
 
     def close(self) -> None:
         self.weights.close()
+        self._staging.close()
         self._names.close()
 
 

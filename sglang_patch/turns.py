@@ -15,6 +15,7 @@ SGLang 0.5.23 symbols and reasons:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
     "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep",
 )
+
+SWITCH_SECONDS = 0.0005
+"""After this time a thread that computes in Python lets another one run. A decode step takes the interpreter's lock a
+dozen times, and beside a thread that reads an adapter it would wait 5 ms, Python's default, each time."""
 
 _metrics = TurnMetrics()
 _resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
@@ -61,6 +66,7 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
 
     settings = ResidentSettings.from_environment()
     assert settings is not None
+    sys.setswitchinterval(SWITCH_SECONDS)
     host = SGLangHost(scheduler, settings)
     _resident = Resident.start(host, settings)
     if scheduler.idle_sleeper is not None:

@@ -20,13 +20,14 @@ import ctypes
 import hashlib
 import mmap
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple, TypeVar
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +40,10 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
+LARGE_BYTES = 64 << 20
+"""Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends sooner than anyone notices."""
+NICENESS = 5
+"""What threads that give way add to the process's: beside the engine a third of its time on a processor (sched(7))."""
 _SPARE: list[mmap.mmap] = []
 _KEEPS_SPARE = threading.Event()
 
@@ -193,6 +198,24 @@ def free_spare() -> None:
     _SPARE.clear()
 
 
+def free_elsewhere(*objects: Any) -> None:
+    """Drops these references on another thread: the system takes a tenth of a second and more to free gigabytes, which
+    nobody shall wait for. The caller must keep none."""
+    _to_free().put(objects)
+
+
+@cache
+def _to_free() -> queue.SimpleQueue[Any]:
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def free() -> None:
+        while True:
+            waiting.get()  # the result is dropped at once
+
+    threading.Thread(target=free, name="kt-free", daemon=True).start()
+    return waiting
+
+
 def _spare_of(num_bytes: int) -> mmap.mmap | None:
     for memory in list(_SPARE):
         if len(memory) == num_bytes:
@@ -237,6 +260,16 @@ def without_openmp() -> None:
     except OSError:  # another OpenMP, or none
         return
     library.omp_set_num_threads(1)
+
+
+def give_way(num_bytes: int = LARGE_BYTES) -> None:
+    """For work on `num_bytes`, if they are many: from now on this thread, and those that it starts, get less of a busy
+    processor than the engine's threads. There is no way back without privileges (setpriority(2); Linux counts by
+    thread)."""
+    if num_bytes >= LARGE_BYTES:
+        with contextlib.suppress(OSError):
+            niceness = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:

@@ -230,31 +230,77 @@ def rl(say: Say, as_json: bool, **options: Any) -> None:
     help="Of the server's capacity; 0.5 always. [default: 0.25, 0.5, 0.75]",
 )
 @click.option("--seconds", default=40.0, show_default=True, help="Of arrivals at half load; half as long at others.")
+@click.option("--warm-up-seconds", default=10.0, show_default=True, help="Of arrivals before anything counts.")
 @click.option("--alone-seconds", default=12.0, show_default=True, help="Of training without requests, twice.")
 @click.option("--burst", default=24, show_default=True, help="Requests whose rate is the capacity.")
 @click.option("--concurrency", default=16, show_default=True, help="Requests that the server computes at once.")
 @click.option("--sequences", default=2, show_default=True, help="In a training step.")
-@click.option("--tokens", default=256, show_default=True, help="In a sequence.")
+@click.option("--tokens", default=512, show_default=True, help="In a sequence.")
 @click.option("--rank", default=8, show_default=True, help="Of LoRA on attention.")
 @click.option("--seed", default=0, show_default=True, help="Of arrivals and lengths.")
-@click.option("--tpot-target-ms", type=float, help="[default: 1.2 times the p99 at half load without training]")
+@click.option("--tpot-target-ms", type=float, help="[default: 1.25 times the p99 at half load without training]")
 @click.option("--ttft-target-ms", type=float, help="[default: twice the p99 at half load without training]")
 @click.option("--train-share", default=0.9, show_default=True, help="Most of the time for training beside requests.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--quick", is_flag=True, help="Half load only, unless --load is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @measures
-def interfere(say: Say, as_json: bool, loads: tuple[float, ...], **options: Any) -> None:
+def interfere(say: Say, as_json: bool, quick: bool, loads: tuple[float, ...], **options: Any) -> None:
     """Time requests with and without training beside them, and training with and without requests.
 
     \b
     Requests arrive at random, whether earlier ones have been answered or not. Progress goes to stderr.
     What is measured and how: docs/bench.md.
     """
-    from kt_runtime.bench.interfere.plan import LOADS, Plan
+    from kt_runtime.bench.interfere.plan import HALF, LOADS, Plan
     from kt_runtime.bench.interfere.report import print_report
     from kt_runtime.bench.interfere.run import run
 
-    result = run(Plan(loads=loads or LOADS, **options), say)
+    result = run(Plan(loads=loads or ((HALF,) if quick else LOADS), **options), say)
+    _show(result, print_report, as_json)
+
+
+@command.command(name="swap")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--layers", type=int, help="Fewer layers than the preset has.")
+@click.option(
+    "--size", "sizes", multiple=True, help="Of adapters that are loaded, as 10MB. [default: 10MB, 300MB, 3GB]"
+)
+@click.option("--rank", "ranks", type=int, multiple=True, help="Of sessions that publish. [default: 8, 64]")
+@click.option("--rounds", default=3, show_default=True, help="Of every size but the largest, and of every session.")
+@click.option("--cycles", type=int, help="Publications that are unloaded again. [default: 1000; 100 with --quick]")
+@click.option("--streams", default=8, show_default=True, help="That decode meanwhile.")
+@click.option("--many-streams", default=64, show_default=True, help="That decode with the name that moves.")
+@click.option("--swaps", default=10, show_default=True, help="Moves of that name.")
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--quick", is_flag=True, help="Adapters of 10 MB and 300 MB, 100 cycles.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@measures
+def swap(
+    say: Say,
+    as_json: bool,
+    quick: bool,
+    sizes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    cycles: int | None,
+    **options: Any,
+) -> None:
+    """Time the publication of adapters of several sizes, and the streams that decode meanwhile.
+
+    \b
+    Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.swap.plan import CYCLES, QUICK_CYCLES, QUICK_SIZES, RANKS, SIZES, Plan
+    from kt_runtime.bench.swap.report import print_report
+    from kt_runtime.bench.swap.run import run
+
+    if cycles is None:
+        cycles = QUICK_CYCLES if quick else CYCLES
+    sizes = sizes or (QUICK_SIZES if quick else SIZES)
+    result = run(Plan(sizes=sizes, ranks=ranks or RANKS, cycles=cycles, **options), say)
     _show(result, print_report, as_json)
 
 
@@ -452,8 +498,8 @@ def gpu(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `serve`, `cache`, `gpu` or `demo`, to
-    docs/measurements; generate the pages."""
+    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `swap`, `serve`, `cache`, `gpu` or
+    `demo`, to docs/measurements; generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report
 

@@ -60,7 +60,12 @@ class ServeCommand(click.Command):
     type=int,
     help="The highest rank an adapter may have. [default: 64, or of 32, 16 and 8 what fits]",
 )
-@click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
+@click.option("--lora-slots", type=int, help="Adapter versions in one batch; the base counts. [default: 8]")
+@click.option(
+    "--lora-memory",
+    metavar="SIZE",
+    help="Memory for the adapters in batches, as many as it holds, instead of --lora-slots.",
+)
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option(
     "--expert-isa",
@@ -194,11 +199,23 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
         raise InvalidValueError(
             "--cache-device and --max-total-tokens both set the size of the KV cache: leave out one of them"
         )
+    if options["lora_memory"] is not None and options["lora_slots"] is not None:
+        raise InvalidValueError(
+            "--lora-memory and --lora-slots both bound the adapters in batches: leave out one of them"
+        )
     fields = {}
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("cache_device", "cache_host", "cache_disk", "session_memory", "gpu_experts", "routing_replay"):
+        if name in (
+            "cache_device",
+            "cache_host",
+            "cache_disk",
+            "session_memory",
+            "lora_memory",
+            "gpu_experts",
+            "routing_replay",
+        ):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
         elif name == "max_body_size":
             fields["max_body_bytes"] = parse_size(value, "--max-body-size")

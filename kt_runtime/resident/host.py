@@ -138,6 +138,10 @@ class Host(Protocol):
         """
         ...
 
+    def settle_moves(self, seconds: float) -> None:
+        """Waits up to so long for an answer of the frontend, and calls `done` of the moves that it has answered."""
+        ...
+
     def wakeups(self) -> list[Any]:
         """Descriptors or ZMQ sockets that the idle engine polls; readable when `poll` has work to do."""
         ...

@@ -68,6 +68,11 @@ class NamesChannel:
             return
         self._waiting[move.request_id] = (move, done)
 
+    def wait(self, seconds: float) -> None:
+        """Sleeps until an answer can be polled, or for so long. Returns at once if no move is open."""
+        if self._waiting:
+            self._socket.poll(int(1000 * seconds))
+
     def poll(self) -> None:
         """Calls `done` of every move that has succeeded, failed or timed out."""
         failed, self._failed_at_once = self._failed_at_once, []

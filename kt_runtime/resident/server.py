@@ -55,6 +55,9 @@ WRITING_THREADS = 4
 WRITING_PATIENCE_SECONDS = 900.0
 """Longer than the patience for reads: the writer thread sleeps while the disk flushes (fsync(2))."""
 
+MOVE_SECONDS = 0.003
+"""How long a turn waits for the frontend to move a name; streams wait, too."""
+
 CLOSING_SECONDS = 60.0
 """How long the closing server waits for files that are being written."""
 
@@ -224,6 +227,16 @@ class Resident:
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
                 self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
+        if self.publisher.has_asked() and self._host.num_ranks == 1:
+            self._settle_moves()
+
+    def _settle_moves(self) -> None:
+        """The frontend mostly answers within a millisecond. The publication's client then need not wait until the next
+        turn, behind a batch. With several ranks only decisions may have effects."""
+        self._host.settle_moves(MOVE_SECONDS)
+        with _training_mode():
+            while self._moved:
+                self._resume(self._moved.popleft())
 
     def close(self) -> None:
         """Ends training, finishes pending writes, stops listening. Unfinished training calls leave no effects."""

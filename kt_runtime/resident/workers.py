@@ -12,6 +12,9 @@ checks how long ago each thread last used processor time:
 - `max_threads` bounds all threads, lost ones included. If all are lost, waiting functions fail too. A lost thread ends
   when its file system answers again, which frees its place.
 
+PyTorch's operations in a function run on its thread alone: OpenMP's threads would spin on the engine's processors
+(`without_openmp`).
+
 **On an accelerator** a function's work goes to the stream that was current where it was begun. So its tensors belong to
 the engine's stream: memory that the engine frees there is given to a function in the order of that stream, not before
 the engine's queued work has read it.
@@ -34,6 +37,7 @@ from typing import Any
 import torch
 
 from kt_runtime import device
+from kt_runtime.adapters.tensors import without_openmp
 from kt_runtime.errors import KtError, RequestTimeoutError, RuntimeFault
 
 logger = logging.getLogger(__name__)
@@ -182,6 +186,7 @@ class Workers:
 
     def _run(self, job: _Job) -> None:
         job.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+        without_openmp()
         make, job.make = job.make, None
         assert make is not None
         value: Any = None

@@ -52,7 +52,9 @@ TRAINED_PARAMETER_BYTES = 4 * 4
 class ServingShape:
     """The server's settings that determine memory. `device`: of attention and dense layers; experts are on the CPU.
 
+    `lora_memory_bytes`: of the adapters in slots together, None: no limit.
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
+    `session_memory_bytes`: the limit of all training sessions, None: none is stated.
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
     `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
@@ -68,9 +70,11 @@ class ServingShape:
     max_total_tokens: int = 8192
     activation_bytes: int = 2
     lora_slots: int = 4
+    lora_memory_bytes: int | None = None
     lora_rank: int = 16
     lora_targets: Collection[str] | None = None
     training_sessions: int = 1
+    session_memory_bytes: int | None = None
     training_tokens: int = 2048
     expert_format: str | None = None
     cache: CachePlan | None = None
@@ -138,8 +142,8 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
         MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
         *_cache_needs(config, shape),
-        MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
-        MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
+        _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
+        _trained_need(device, masters, shape.session_memory_bytes),
         MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
         MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
@@ -149,6 +153,18 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         ),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
+
+
+def _slots_need(device: Device, all_slots: int, budget: int | None) -> MemoryNeed:
+    if budget is not None:
+        return MemoryNeed("LoRA slots", device, min(all_slots, budget), ("--lora-memory",))
+    return MemoryNeed("LoRA slots", device, all_slots, ("--lora-slots", "--max-lora-rank"))
+
+
+def _trained_need(device: Device, masters: int, limit: int | None) -> MemoryNeed:
+    if limit is not None and limit < masters:
+        return MemoryNeed(TRAINED, device, limit, ("--session-memory",))
+    return MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",))
 
 
 def _gpu_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNeed]:

@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import integer
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.devices import HOST, gpu_index
 from kt_runtime.serve.memory.gpu_experts import hot_scratch_bytes
 from kt_runtime.serve.memory.machine import available_memory, has_gpu, has_graphs
-from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan_memory
+from kt_runtime.serve.memory.plan import (
+    TRAINED,
+    MemoryPlan,
+    ServingShape,
+    format_bytes,
+    lora_parameters,
+    plan_memory,
+)
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
 from kt_runtime.serve.options.parsers import last_value
 from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS
@@ -32,7 +40,9 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         context_tokens=options.context_tokens,
         activation_bytes=4 if options.dtype == "float32" else 2,
         lora_slots=options.lora_slots,
+        lora_memory_bytes=None if with_gpu else options.lora_memory_bytes,
         lora_rank=options.max_lora_rank,
+        session_memory_bytes=options.session_memory_bytes,
         training_tokens=options.microbatch_tokens,
         expert_format=options.expert_format,
         cache=options.cache,
@@ -68,6 +78,28 @@ def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) 
         if _fits(chosen, config, name):
             break
     return chosen
+
+
+def with_lora_slots(options: ServeOptions, config: Mapping[str, Any]) -> ServeOptions:
+    """`options` with the slots that `lora_memory_bytes` asks for; unchanged without.
+
+    On a CPU one for each request that runs, and one for the base: a slot takes the memory of its adapter, and the
+    runtime keeps the sum within the budget. A GPU's slots are allocated for the highest rank: as many as fit. Raises
+    InvalidValueError if the memory does not hold an adapter beside the base.
+    """
+    if options.lora_memory_bytes is None:
+        return options
+    if not (has_gpu() and options.device != HOST):
+        return replace(options, lora_slots=options.max_running_requests + 1)
+    one = replace(serving_shape(options, with_gpu=True), lora_slots=1)
+    slot_bytes = lora_parameters(config, one)[0] * one.activation_bytes
+    slots = min(options.max_running_requests + 1, options.lora_memory_bytes // slot_bytes)
+    if slots < 2:
+        raise InvalidValueError(
+            f"--lora-memory: {format_bytes(options.lora_memory_bytes)} hold {slots} slots of rank "
+            f"{options.max_lora_rank}, of {format_bytes(slot_bytes)} each; the base and one adapter need two"
+        )
+    return replace(options, lora_slots=slots)
 
 
 def with_microbatch(options: ServeOptions, config: Mapping[str, Any], name: str) -> ServeOptions:

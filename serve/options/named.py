@@ -30,6 +30,7 @@ LOWEST_VALUES = {
     "max_sessions": 1,
     "tinker_timeout_s": 5,
     "session_memory_bytes": 1 << 20,
+    "lora_memory_bytes": 1 << 20,
     "cache_device_bytes": 0,
     "cache_host_bytes": 0,
     "cache_disk_bytes": 0,
@@ -57,8 +58,10 @@ class ServeOptions:
     """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None: the model's.
 
     `device`: "cpu", or a GPU such as "cuda:1" or "cuda", the first; None: a GPU if there is one (`serve.devices`).
-    `lora_slots`: adapter versions in one batch; the base takes one slot. `adapter_dir`: None: this model's directory in
-    the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
+    `lora_slots`: adapter versions in one batch; the base takes one slot. `lora_memory_bytes`: of adapters in slots, or
+    None: any that the slots need (`serve.memory.server.with_lora_slots`).
+    `adapter_dir`: None: this model's directory in the user's data directory.
+    `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
     `no_graphs`: an accelerator captures no graphs; for debugging.
@@ -105,6 +108,7 @@ class ServeOptions:
     max_lora_rank: int = LORA_RANKS[0]
     lora_rank_may_be_lower: bool = False
     lora_slots: int = 8
+    lora_memory_bytes: int | None = None
     adapter_dir: Path | None = None
     expert_isa: str | None = None
     expert_threads: int | None = None

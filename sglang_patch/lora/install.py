@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
+from kt_runtime.adapters.tensors import free_elsewhere
 from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.resident.memory import check_available
 from kt_runtime.sglang_patch.cache import keys as cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.lora import staging
 from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, InstalledAdapter, build_adapter
 from kt_runtime.sglang_patch.lora.slots import ReservedSlot
 
@@ -122,14 +124,18 @@ def drop_adapter(manager: Any, lora_id: str) -> None:
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
-    pool = manager.memory_pool
+    pool, being_staged = manager.memory_pool, staging.of(manager)
+    if being_staged is not None:
+        being_staged.forget(lora_id)
     slot = pool.uid_to_buffer_id.pop(lora_id, None)
     if slot is not None:
         pool.buffer_id_to_uid[slot] = EMPTY_SLOT
         pool.eviction_policy.remove(lora_id)
+        if being_staged is not None:
+            being_staged.dropped(slot)
     cache_keys.forget(lora_id)
     manager.configs.pop(lora_id, None)
-    manager.loras.pop(lora_id, None)
+    free_elsewhere(manager.loras.pop(lora_id, None))
     reference = manager.lora_refs.pop(lora_id, None)
     if reference is not None:
         manager.num_pinned_loras -= int(bool(reference.pinned))

@@ -5,14 +5,19 @@ experts one by one, which takes seconds for a large model and blocks every strea
 copies per fused linear. Without CUDA kernels, the base model's slot is not cleared either, because nothing reads a slot
 of rank 0. With an accelerator, the buffers of routed experts are allocated in host memory, where the expert store reads
 them.
+
+On a CPU the buffers are mapped, and the system commits a page when an adapter is first written to it: a slot takes the
+memory that its adapters need, not that of the highest rank. `release_parts` gives a slot's pages back.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -20,13 +25,14 @@ from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
 
 POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
+PART_BYTES = 8 << 20
+"""Of a slot, that are copied at once."""
 SYMBOLS = (f"{POOL}.load_lora_weight_to_buffer", f"{POOL}.init_buffers")
 
 
 def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], load_clearing_base if hooks.has_cuda_kernels else load_adapters_only)
-    if not hooks.on_cpu:
-        hooks.around(SYMBOLS[1], init_with_experts_on_host)
+    hooks.around(SYMBOLS[1], init_mapped if hooks.on_cpu else init_with_experts_on_host)
 
 
 def load_adapters_only(
@@ -52,18 +58,23 @@ def fill_slot(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
     """
     for copy in copies_into(pool, slot, adapter):
         copy()
+    note_written(pool, slot, adapter)
 
 
 def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callable[[], None]]:
-    """The parts of `fill_slot`, one for each fused linear of a layer, in any order or at once."""
+    """The parts of `fill_slot`, in any order or at once: a fused linear of a layer each, or some of its experts."""
     buffers = [
-        (name, layer, a[slot], b[slot])
+        (name, layer, a[slot], b[slot], experts)
         for name in pool.A_buffer
         for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True))
+        for experts in _parts(a[slot], b[slot])
     ]
 
-    def copy(name: str, layer: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    def copy(name: str, layer: int, a: torch.Tensor, b: torch.Tensor, experts: slice) -> None:
         weight = adapter.weights.get((name, layer))
+        if a.dim() == 3:
+            a, b = a[experts], b[experts]
+            weight = weight and FusedLora(weight.a[experts], weight.b[experts], weight.parts)
         if weight is not None:
             _fill(a, b, weight, adapter.config.r, pool.max_lora_rank)
         elif a.dim() == 2 or adapter.adapts_experts:
@@ -75,6 +86,14 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
     return [*(partial(copy, *each) for each in buffers), *zeroed]
 
 
+def _parts(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
+    """Of the experts, so that a copy takes milliseconds; one part of a dense linear."""
+    if a.dim() == 2:
+        return [slice(None)]
+    each = max(1, PART_BYTES * len(a) // (a.nbytes + b.nbytes))
+    return [slice(first, first + each) for first in range(0, len(a), each)]
+
+
 def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int) -> None:
     """Parts of A are contiguous for dense linears; for experts, each part starts at a multiple of `max_rank`."""
     if a.dim() == 2:
@@ -84,6 +103,88 @@ def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_ra
             source = weight.a[:, part * rank : (part + 1) * rank]
             a[:, part * max_rank : part * max_rank + rank].copy_(source)
     b[..., :rank].copy_(weight.b)
+
+
+def slot_bytes(pool: Any, adapter: InstalledAdapter) -> int:
+    """Of the pool's memory, that the adapter takes in a slot. B has the highest rank of the server, A the adapter's."""
+    weights = ((weight.a.nbytes, pool.B_buffer[name][layer][0].nbytes) for (name, layer), weight in _of(adapter))
+    return sum(a + b for a, b in weights)
+
+
+def _of(adapter: InstalledAdapter) -> list[tuple[tuple[str, int], FusedLora]]:
+    return list(adapter.weights.items())
+
+
+def note_written(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
+    written = _written(pool)
+    written[slot] = max(written.get(slot, 0), slot_bytes(pool, adapter))
+
+
+def written_bytes(pool: Any, slot: int) -> int:
+    """About as much memory of the slot is committed."""
+    return _written(pool).get(slot, 0)
+
+
+def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
+    """Calls that give a slot's pages back, one for each buffer that is mapped; the slot's contents are lost.
+
+    Each must have ended, or never begin, before an adapter is copied into the slot.
+    """
+    _written(pool).pop(slot, None)
+    parts: list[Callable[[], None]] = []
+    for buffers in (*pool.A_buffer.values(), *pool.B_buffer.values()):
+        for buffer in buffers:
+            memory = getattr(pool, "kt_mapped", {}).get(buffer.data_ptr())
+            if memory is not None:
+                parts.append(partial(_release, memory, slot * buffer[0].nbytes, (slot + 1) * buffer[0].nbytes))
+    return parts
+
+
+def _release(memory: mmap.mmap, begin: int, end: int) -> None:
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _written(pool: Any) -> dict[int, int]:
+    found: dict[int, int] | None = getattr(pool, "kt_written", None)
+    if found is None:
+        found = pool.kt_written = {}
+    return found
+
+
+def init_mapped(original: Callable[..., None], pool: Any, base_model: Any) -> None:
+    """SGLang's `init_buffers`, with buffers whose pages are committed when they are first written."""
+    mapping = MappedZeros()
+    with mapping:
+        original(pool, base_model)
+    pool.kt_mapped = mapping.memory
+
+
+class MappedZeros(TorchFunctionMode):
+    """In this context `torch.zeros` of three or four dimensions returns mapped memory. `memory`: by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, mmap.mmap] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        shape = args[0] if func is torch.zeros and len(args) == 1 and isinstance(args[0], tuple) else ()
+        if len(shape) not in (3, 4) or set(given) != {"dtype", "device"} or not torch.Size(shape).numel():
+            return func(*args, **given)
+        num_bytes = torch.Size(shape).numel() * given["dtype"].itemsize
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor = torch.from_numpy(np.frombuffer(memory, np.uint8)).view(given["dtype"]).view(shape)
+        self.memory[tensor.data_ptr()] = memory
+        return tensor
 
 
 def init_with_experts_on_host(original: Callable[..., None], pool: Any, base_model: Any) -> None:

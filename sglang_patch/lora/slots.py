@@ -1,12 +1,17 @@
-"""Slots of SGLang's LoRA memory pool that are filled before their adapter's first request, beside the engine's thread.
+"""Slots of SGLang's LoRA memory pool that are filled beside the engine's thread, and the memory that all slots have.
 
 Symbols (SGLang 0.5.23): `LoRAMemoryPool.prepare_lora_batch`; read and written: `.uid_to_buffer_id`,
 `.buffer_id_to_uid`, `.eviction_policy`; called: `LoRAManager._notify_lora_slots_updated`. Reason: SGLang copies an
 adapter into a slot in the scheduler's thread, in the first batch that uses it. Every stream waits for that copy.
 
-Only empty slots are reserved. Before a batch takes a slot from another adapter, the reserved ones are given back, so
-that a reservation never displaces an adapter and never leaves a batch without a slot. An adapter whose slot was given
-back is copied in its first batch, as all adapters are where the pool is not in host memory.
+**Who gets a slot.** An empty one, else that of the least recently used adapter that no request uses: it stays in host
+memory, and comes back when a request asks for it (`staging.py`). Before a batch takes a slot from another adapter, the
+reserved ones are given back, so that a reservation never leaves a batch without a slot. An adapter whose slot was given
+back is filled in again for its first request, or copied in its first batch where the pool is not in host memory.
+
+**Memory.** The pool's host memory is committed by use (`pool.py`). With a budget (`--lora-memory`) the least recently
+used adapters leave their slots until the rest fits, and their pages are given back on another thread. Adapters in use
+stay; requests for others wait (`staging.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +26,11 @@ from kt_runtime import device
 from kt_runtime.adapters.tensors import on_threads
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
-from kt_runtime.sglang_patch.lora.pool import copies_into
+from kt_runtime.sglang_patch.lora.pool import copies_into, note_written, release_parts, slot_bytes, written_bytes
+
+RELEASED_BYTES = 64 << 20
+"""A slot that has so much more memory than its new adapter needs gives its pages back first; committing them again
+takes longer than copying."""
 
 POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
 SYMBOLS = (
@@ -35,19 +44,35 @@ SYMBOLS = (
 
 
 class ReservedSlot:
-    """One slot of `pool`. The engine's thread calls every method except `fill`, which one worker thread calls once."""
+    """One slot of `pool`. The engine's thread calls every method except `fill` or `release`, which one worker thread
+    calls once.
 
-    def __init__(self, pool: Any, index: int) -> None:
-        self.index, self._pool = index, pool
+    `is_awaited`: a request waits for it, so it is the last to be given back.
+    """
+
+    def __init__(self, pool: Any, index: int, *, is_awaited: bool = False) -> None:
+        self.index, self._pool, self.is_awaited = index, pool, is_awaited
         self._lock = threading.Condition()
         self._copying, self._is_lost, self._is_filled = 0, False, False
         pool.buffer_id_to_uid[index] = self
         _reserved(pool).append(self)
 
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
+
     def fill(self, adapter: InstalledAdapter) -> None:
         """Copies `adapter` into the slot, on several threads; stops if the slot is given back meanwhile."""
+        if written_bytes(self._pool, self.index) > slot_bytes(self._pool, adapter) + RELEASED_BYTES:
+            self.release()
+        note_written(self._pool, self.index, adapter)
         on_threads(self._copy, copies_into(self._pool, self.index, adapter))
         self._is_filled = True
+
+    def release(self) -> None:
+        """Gives the slot's pages back; stops if the slot is given back meanwhile."""
+        for part in release_parts(self._pool, self.index):
+            self._copy(part)
 
     def _copy(self, copy: Callable[[], None]) -> None:
         with self._lock:
@@ -75,7 +100,7 @@ class ReservedSlot:
 
     def use(self, manager: Any, lora_id: str) -> bool:
         """Makes the slot that of `lora_id`; False if it was given back or is not filled."""
-        if self not in _reserved(self._pool) or not self._is_filled:
+        if self not in _reserved(self._pool) or not self._is_filled or lora_id in self._pool.uid_to_buffer_id:
             return False
         _reserved(self._pool).remove(self)
         self._pool.buffer_id_to_uid[self.index] = lora_id
@@ -89,27 +114,82 @@ def install(hooks: Hooks) -> None:
     hooks.before(SYMBOLS[0], make_room)
 
 
-def reserve(manager: Any) -> ReservedSlot | None:
-    """None if no slot is empty, or if the pool is not in host memory."""
+def is_in_host_memory(manager: Any) -> bool:
+    return device.is_host(torch.device(manager.device))
+
+
+def reserve(
+    manager: Any, in_use: Collection[str | None] | None = None, *, is_awaited: bool = False
+) -> ReservedSlot | None:
+    """An empty slot, else that of the least recently used adapter that is not `in_use` (None: all adapters are).
+
+    None if there is no such slot, or if the pool is not in host memory.
+    """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     pool = manager.memory_pool
-    if not device.is_host(torch.device(manager.device)):
+    if not is_in_host_memory(manager):
         return None
     index = next((index for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT), None)
-    return None if index is None else ReservedSlot(pool, index)
+    if index is None and in_use is not None:
+        index = _evict(manager, in_use)
+    return None if index is None else ReservedSlot(pool, index, is_awaited=is_awaited)
+
+
+def _evict(manager: Any, in_use: Collection[str | None]) -> int | None:
+    """The slot that the least recently used of the other adapters had; it has no owner now. None: there is none."""
+    pool = manager.memory_pool
+    pinned = {uid for uid, reference in manager.lora_refs.items() if reference.pinned}
+    candidates = {uid for uid in pool.uid_to_buffer_id if uid not in in_use} - pinned
+    if not candidates:
+        return None
+    candidates = candidates - {None} or candidates  # the base has a slot too; it leaves last, as in SGLang
+    victim = pool.eviction_policy.select_victim(candidates)
+    index: int = pool.uid_to_buffer_id.pop(victim)
+    pool.eviction_policy.remove(victim)
+    return index
 
 
 def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> None:
-    """Gives reserved slots back, the oldest first, while the batch needs more slots than are empty."""
+    """Gives reserved slots back while the batch needs more slots than are empty, the oldest first. Those that requests
+    await only if there is no other adapter whose slot SGLang can take."""
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     reserved = _reserved(pool)
     if not reserved:
         return
     needed = sum(uid not in pool.uid_to_buffer_id for uid in cur_uids)
-    while reserved and needed > sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid):
-        reserved[0].give_back()
+    pinned = {uid for uid, reference in others.get("lora_refs", {}).items() if reference.pinned}
+    others_in_slots = sum(uid is not None and uid not in cur_uids for uid in pool.uid_to_buffer_id.keys() - pinned)
+    while reserved and needed > (empty := sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid)):
+        slot = next((slot for slot in reserved if not slot.is_awaited), None)
+        if slot is None and needed <= empty + others_in_slots:
+            return
+        (slot or reserved[0]).give_back()
+
+
+def trim(manager: Any, in_use: Collection[str | None], budget_bytes: int) -> list[ReservedSlot]:
+    """Takes the least recently used adapters that are not `in_use` out of their slots, until the rest fits.
+
+    Returns the slots, to `release` on another thread and to give back then.
+    """
+    pool, emptied = manager.memory_pool, []
+    while used_bytes(manager, pool.uid_to_buffer_id) > budget_bytes:
+        index = _evict(manager, {None, *in_use})
+        if index is None:
+            break
+        emptied.append(ReservedSlot(pool, index))
+    return emptied
+
+
+def has_reserved(manager: Any) -> bool:
+    return bool(_reserved(manager.memory_pool))
+
+
+def used_bytes(manager: Any, uids: Collection[str | None]) -> int:
+    """Of the pool's memory, by these adapters in slots."""
+    adapters = (manager.loras.get(uid) for uid in uids)
+    return sum(slot_bytes(manager.memory_pool, each) for each in adapters if isinstance(each, InstalledAdapter))
 
 
 def _reserved(pool: Any) -> list[ReservedSlot]:

@@ -1,5 +1,18 @@
 """The arithmetic of `bench interfere`: percentiles of requests' times, goodput, and the ratios that have a bar.
 
+**Targets** follow from the warm server without training, at half load: `TPOT_FACTOR` times the 99th percentile of the
+time per output token, `TTFT_FACTOR` times that of the time to the first token. AlpaServe (OSDI 2023), DistServe and
+Sarathi-Serve (OSDI 2024) state targets as multiples of undisturbed times too, mostly 2 and more. A quarter more than
+the p99 is stricter, and it is the bar for `p99_tpot_ratio`: a request in time is one that training may not have slowed
+down by more than the bar allows.
+
+**Goodput** is the number of requests that meet both targets, per second of arrivals (DistServe). A request's times
+count from the moment at which it was to be sent.
+
+**Plain time-sharing** (FlexLLM's temporal sharing) runs a training call of the session's ordinary batch to its end,
+while requests wait; then requests have the server, until training is due again. Its share of time is what training got
+beside the same requests with targets, so that both train about as fast and goodput alone tells them apart.
+
 Seconds in, milliseconds out.
 """
 
@@ -14,7 +27,8 @@ from kt_runtime.resident.pacing.latencies import quantile
 
 IDLE, TRAINING, WHOLE_CALLS = "idle", "training", "whole_calls"
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-TPOT_FACTOR, TTFT_FACTOR = 1.2, 2.0
+TPOT_FACTOR, TTFT_FACTOR = 1.25, 2.0
+SHARES = (0.05, 0.95)
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class Targets:
 
 
 def targets_of(idle: Window, tpot_ms: float | None, ttft_ms: float | None) -> Targets:
-    """The stated ones, or those that the server without training keeps with room: see `TPOT_FACTOR`, `TTFT_FACTOR`."""
+    """The stated ones, or multiples of `idle`, which must be warm: see the module's docstring."""
     return Targets(
         tpot_ms if tpot_ms is not None else TPOT_FACTOR * percentiles(_per_token(idle))["p99"],
         ttft_ms if ttft_ms is not None else TTFT_FACTOR * percentiles(_first_token(idle))["p99"],
@@ -90,6 +104,13 @@ def tokens_per_s(step_ends: Sequence[float], step_tokens: int) -> float | None:
     if len(step_ends) < 2:
         return None
     return step_tokens * (len(step_ends) - 1) / (step_ends[-1] - step_ends[0])
+
+
+def plain_share(kept: Window, step_tokens: int, alone_tokens_per_s: float) -> float:
+    """Training's share of time in plain time-sharing: its speed beside the requests of `kept`, of its speed alone."""
+    trained = tokens_per_s(kept.step_ends, step_tokens)
+    lowest, highest = SHARES
+    return min(highest, max(lowest, (trained or 0.0) / alone_tokens_per_s))
 
 
 def row_of(window: Window, targets: Targets, step_tokens: int, alone_tokens_per_s: float) -> dict[str, Any]:
@@ -118,7 +139,7 @@ def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_w
 
     `left_over`: the load leaves the rest of the server's capacity. `training_kept`: training's speed beside serving, of
     its speed alone times that. A goodput of plain time-sharing below one request counts as one request in the window of
-    `seconds`.
+    `seconds`. `plain_training_share`: training's speed with plain time-sharing, of that with targets.
     """
     half = {row["mode"]: row for row in rows if row["load"] == HALF}
     left_over = 1.0 - HALF
@@ -129,5 +150,10 @@ def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_w
         "training_kept": None if trained is None else trained / (alone * left_over),
         "training_alone_share": alone_with_targets / alone,
         "goodput_ratio": half[TRAINING]["goodput_per_s"] / plain,
+        "plain_training_share": _ratio(half[WHOLE_CALLS]["training_tokens_per_s"], trained),
         "left_over": left_over,
     }
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

@@ -34,6 +34,7 @@ class Request:
 @dataclass(frozen=True)
 class Plan:
     """`loads`: of the server's capacity; `seconds`: of arrivals at half load, at the other loads half as long.
+    `warm_up_seconds`: of arrivals at half load before the first window.
 
     A training step has `sequences` of `tokens`. `tpot_target_ms`, `ttft_target_ms`: None: `TPOT_FACTOR` and
     `TTFT_FACTOR` times the 99th percentile at half load without training.
@@ -43,11 +44,12 @@ class Plan:
     layers: int | None = None
     loads: tuple[float, ...] = LOADS
     seconds: float = 40.0
+    warm_up_seconds: float = 10.0
     alone_seconds: float = 12.0
     burst: int = 24
     concurrency: int = 16
     sequences: int = 2
-    tokens: int = 256
+    tokens: int = 512
     rank: int = 8
     seed: int = 0
     tpot_target_ms: float | None = None
@@ -63,7 +65,7 @@ class Plan:
         check_number("seed", self.seed, 0)
         if self.layers is not None:
             check_number("layers", self.layers)
-        for name, lowest in (("seconds", 2.0), ("alone_seconds", 1.0)):
+        for name, lowest in (("seconds", 2.0), ("warm_up_seconds", 1.0), ("alone_seconds", 1.0)):
             value = getattr(self, name)
             if not lowest <= value <= 3600:
                 raise InvalidValueError(f"--{name.replace('_', '-')} is {value:g}; must be {lowest:g} to 3600")
@@ -87,7 +89,18 @@ class Plan:
         return max(PROMPT_RANGE[1] + ANSWER_RANGE[1] + 64, self.tokens + 64)
 
     def facts(self) -> dict[str, Any]:
-        names = ("model", "layers", "seconds", "burst", "concurrency", "sequences", "tokens", "rank", "seed")
+        names = (
+            "model",
+            "layers",
+            "seconds",
+            "warm_up_seconds",
+            "burst",
+            "concurrency",
+            "sequences",
+            "tokens",
+            "rank",
+            "seed",
+        )
         lengths = {
             "prompt": {"median": PROMPT_MEDIAN, "sigma": PROMPT_SIGMA, "range": list(PROMPT_RANGE)},
             "answer": {"median": ANSWER_MEDIAN, "sigma": ANSWER_SIGMA, "range": list(ANSWER_RANGE)},

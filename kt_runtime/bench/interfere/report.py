@@ -34,11 +34,16 @@ def print_report(result: dict[str, Any]) -> None:
         )
     console.print(table)
     kept = result["training_kept"]
-    shown = "?" if kept is None else f"{100 * kept:.0f} %"
+    shown = _percent(kept)
     console.print(
         f"At half load: TPOT p99 {result['p99_tpot_ratio']:.2f} times that without training; training keeps {shown} of "
         f"its {result['training_alone_tokens_per_s']:.0f} tokens/s times the {100 * result['left_over']:.0f} % of "
-        f"capacity left over; goodput {result['goodput_ratio']:.1f} times that of whole calls. Without requests "
+        f"capacity left over; goodput {result['goodput_ratio']:.1f} times that of whole calls, which train at "
+        f"{_percent(result['plain_training_share'])} of that speed. Without requests "
         f"training has {100 * result['training_alone_share']:.0f} % of its speed alone.",
         highlight=False,
     )
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.0f} %"

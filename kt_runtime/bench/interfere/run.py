@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kt_runtime.bench.interfere.figures import (
     WHOLE_CALLS,
     Targets,
     Window,
+    plain_share,
     ratios,
     row_of,
     targets_of,
@@ -66,8 +68,9 @@ class _Bench:
 
     def result(self) -> dict[str, Any]:
         plan = self._plan
-        capacity = self._capacity()
         self._settings(NO_TARGETS)
+        capacity = self._capacity()
+        self._warm_up(capacity)
         windows = [self._window(load_, IDLE, capacity) for load_ in plan.all_loads]
         targets = targets_of(windows[0], plan.tpot_target_ms, plan.ttft_target_ms)
         self._say(f"targets: {targets.tpot_ms:.1f} ms per output token, {targets.ttft_ms:.0f} ms to the first")
@@ -75,7 +78,9 @@ class _Bench:
         self._settings({"tpot_target_ms": targets.tpot_ms, "ttft_target_ms": targets.ttft_ms})
         with_targets = self._alone("with targets")
         windows += [self._window(load_, TRAINING, capacity) for load_ in plan.all_loads]
-        self._settings(NO_TARGETS | {"schedule": "whole_calls", "train_share": 0.5})
+        kept = next(each for each in windows if each.load == HALF and each.mode == TRAINING)
+        share = plain_share(kept, self._step_tokens, alone)
+        self._settings(NO_TARGETS | {"schedule": "whole_calls", "train_share": share})
         windows.append(self._window(HALF, WHOLE_CALLS, capacity))
         return self._figures(windows, targets, capacity, alone, with_targets)
 
@@ -97,12 +102,22 @@ class _Bench:
     def _capacity(self) -> float:
         """Requests a second where there are always some waiting: the first burst warms up."""
         requests = burst(self._plan, self._vocabulary)
-        load.answers(self._api.url, requests[: max(1, len(requests) // 6)], TIMEOUT_S)
+        load.answers(self._api.url, requests, TIMEOUT_S)
+        requests = burst(replace(self._plan, seed=self._plan.seed + 1), self._vocabulary)
         began = time.perf_counter()
         load.answers(self._api.url, requests, TIMEOUT_S)
         rate = len(requests) / (time.perf_counter() - began)
         self._say(f"capacity: {rate:.2f} requests/s")
         return rate
+
+    def _warm_up(self, capacity: float) -> None:
+        """Half load with other requests than the windows', uncounted: batches of every size, a full prefix cache, and a
+        training step beside them. A server's first seconds are slow, and would make the targets lax."""
+        plan = replace(self._plan, seed=self._plan.seed + 3)
+        requests = poisson(plan, HALF * capacity, plan.warm_up_seconds, self._vocabulary)
+        load.answers(self._api.url, requests, TIMEOUT_S)
+        with training(self._api, plan, self._vocabulary):
+            load.answers(self._api.url, requests[: plan.concurrency], TIMEOUT_S)
 
     def _alone(self, how: str) -> float:
         with training(self._api, self._plan, self._vocabulary) as trainer:

@@ -16,7 +16,7 @@ from kt_runtime.files import errors_of_path, read_regular
 
 SIGNIFICANT_DIGITS = 4
 MAX_FILE_BYTES = 16 << 20
-GIGA = Decimal(10**9)
+MEGA, MEBI, GIGA = Decimal(10**6), Decimal(2**20), Decimal(10**9)
 PEERS = {"sglang_no_step": "SGLang without the step", "hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
 """Peers of `bench serve` -> their names in tables. A peer without results has empty columns, so that tables of several
 machines become one."""
@@ -218,6 +218,11 @@ def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
             "ratio",
         ),
         Single("goodput at half load / that of whole calls", _rounded(report["goodput_ratio"]), "ratio"),
+        Single(
+            "training with whole calls at half load, of that with targets",
+            _rounded(report["plain_training_share"]),
+            "ratio",
+        ),
         Single("training alone", _rounded(report["training_alone_tokens_per_s"]), "tokens/s"),
     ]
     columns = [Column(f"{name} {share}", "ms") for name in ("TTFT", "TPOT") for share in ("p50", "p95", "p99")]
@@ -377,6 +382,32 @@ def _spread(samples: list[Decimal]) -> Cell:
     return Range(least, most)
 
 
+def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings, growth = report["swap"], report["rss_growth_bytes"]
+    figures = [
+        Single("longest stall of a stream, of the case nearest to its bar", _rounded(report["longest_stall_ms"]), "ms"),
+        Single("decode step of that case", _rounded(report["decode_step_ms"]), "ms"),
+        Single("requests failed", report["streams_failed"], "requests"),
+        Single("publications that were unloaded again", settings["cycles"], "cycles"),
+        Single("memory that grew after the first hundred of them", _rounded(growth, MEBI), "MiB"),
+    ]
+    columns = [Column("adapter", "MB"), Column("published", "ms"), Column("first token", "ms")]
+    columns += [Column("unloaded", "ms"), Column("decode step", "ms"), Column("longest stall", "ms")]
+    columns += [Column("longest stall without publication", "ms")]
+    rows = [
+        Row(
+            [row["what"], f"{row['rank']}, {row['targets']}", str(row["streams"])],
+            [
+                _rounded(row["adapter_bytes"], MEGA),
+                *(_rounded(row[name]) for name in ("publish_ms", "first_token_ms", "unload_ms")),
+                *(_rounded(row[name]) for name in ("decode_step_ms", "stall_ms", "quiet_stall_ms")),
+            ],
+        )
+        for row in report["rows"]
+    ]
+    return figures, [Table("adapters", ["what", "rank and targets", "streams"], columns, rows)]
+
+
 def _demo(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     figures = [
         Single("from the publish call to the moved name", _rounded(report["publish_ms"]), "ms"),
@@ -405,9 +436,10 @@ _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], 
     "training": ("training", _training),
     "rl": ("rl", _rl),
     "interfere": ("interfere", _interfere),
+    "swap": ("swap", _swap),
     "serving": ("serving", _serving),
     "cache": ("cache", _cache),
     "gpu": ("gpu", _gpu),
     "publish_ms": ("demo", _demo),
 }
-"""A field that only this bench's report has -> the measurement's kind and the conversion."""
+"""A field of this bench's report, the first that fits -> the measurement's kind and the conversion."""

@@ -55,12 +55,14 @@ async def _decode(
     return streams
 
 
-async def stream_one(client: httpx.AsyncClient, prompt: list[int], new_tokens: int, adapter: str | None) -> Stream:
-    """One greedy request. Raises RuntimeFault for an answer that is an error."""
+async def stream_one(
+    client: httpx.AsyncClient, prompt: list[int], new_tokens: int, adapter: str | None, into: Stream | None = None
+) -> Stream:
+    """One greedy request. `into`: gets the events as they come. Raises RuntimeFault for an answer that is an error."""
     body = generate_body(prompt, new_tokens) | {"stream": True}
     if adapter is not None:
         body["lora_path"] = adapter
-    stream, last = Stream(), ""
+    stream, last = into or Stream(), ""
     async with client.stream("POST", "/generate", json=body) as answer:
         if not answer.is_success:
             text = (await answer.aread()).decode(errors="replace")

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, VersionStore
-from kt_runtime.adapters.tensors import without_openmp
+from kt_runtime.adapters.tensors import give_way, without_openmp
 from kt_runtime.errors import KtError
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class Persistence:
 
     def _run(self) -> None:
         without_openmp()
+        give_way()
         tried: set[str] = set()
         while True:
             with self._changed:

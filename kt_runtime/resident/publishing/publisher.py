@@ -41,7 +41,7 @@ from kt_runtime.adapters import (
     content_hash,
     read_adapter,
 )
-from kt_runtime.adapters.tensors import Contents, contents_of
+from kt_runtime.adapters.tensors import Contents, contents_of, free_elsewhere, give_way
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
@@ -91,6 +91,7 @@ class Preparation:
 
     def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
         """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""
+        give_way(adapter.num_bytes)
         host, where = self._host, f"adapter {self._name!r}"
         completed = as_version(adapter, self._family, host.config)
         contents = contents_of(completed, known)
@@ -101,6 +102,7 @@ class Preparation:
 
     def stored(self, adapter: AdapterTensors, version: AdapterVersion) -> Prepared:
         """For a version that was checked when it was published."""
+        give_way(adapter.num_bytes)
         return Prepared(adapter, contents_of(adapter), replace(version, lora_id=None), self._servable(adapter))
 
     def close(self) -> None:
@@ -150,6 +152,11 @@ class _Operation:
         return replace(self.prepared.version, lora_id=self.lora_id)
 
 
+def _file_bytes(path: Path) -> int:
+    """Of the file, or of the directory's files."""
+    return sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else [path]) if each.is_file())
+
+
 def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
     raise AssertionError("stage 1 of this operation has run already")
 
@@ -179,6 +186,7 @@ class Publisher:
         self._persistence = Persistence(store, host.model)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
+        self._has_asked = False
         self._in_progress: dict[str, _Operation] = {}
         self._queues: dict[str, deque[_Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
@@ -382,6 +390,12 @@ class Publisher:
             self._moved(lora_id, error)
 
         self._host.move_name(name, prepared.version.hash, lora_id, answered)
+        self._has_asked = True
+
+    def has_asked(self) -> bool:
+        """Whether the frontend was asked to move a name since the last call."""
+        asked, self._has_asked = self._has_asked, False
+        return asked
 
     def finish(self, lora_id: str, error: Exception | None) -> None:
         """The frontend has moved the name, or `error` is why not. Starts the name's next operation."""
@@ -423,7 +437,9 @@ class Publisher:
         if self._in_progress.pop(operation.lora_id, None) is None:
             return
         self._workers.give_up(operation.lora_id)
-        operation.prepared = None
+        prepared, operation.prepared = operation.prepared, None
+        free_elsewhere(prepared)
+        del prepared
         if operation.preparation is not None:
             operation.preparation.close()
         try:
@@ -458,6 +474,7 @@ class Publisher:
         host = self._host
         with errors_of_path(Path(path), "read"):
             check_is_adapter(Path(path))
+            give_way(_file_bytes(Path(path)))
             adapter = read_adapter(path, self._family, host.config, host.max_lora_rank, host.model)
         for note in adapter.notes:
             logger.info("adapter %r from %s: %s", name, path, note)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kt_runtime.adapters import tensors
-from kt_runtime.adapters.tensors import allocated, free_spare, keep_spare
+from kt_runtime.adapters.tensors import (
+    LARGE_BYTES,
+    NICENESS,
+    allocated,
+    free_elsewhere,
+    free_spare,
+    give_way,
+    keep_spare,
+    on_threads,
+)
 
 SHAPES = {"a": torch.Size((3, 5)), "none": torch.Size((0, 4)), "b": torch.Size((2, 7, 2))}
 
@@ -60,3 +72,40 @@ def test_nothing_is_kept_before_it_is_asked_for_nor_after_nor_beyond_the_bound(m
     assert kept_bytes() == tensors.MOST_SPARE_BYTES
     free_spare()
     assert kept_bytes() == 0
+
+
+def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> None:
+    found: dict[str, list[int]] = {}
+
+    def niceness(_: object = None) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def work(name: str, num_bytes: int) -> None:
+        give_way(num_bytes)
+        found[name] = [niceness(), *on_threads(niceness, [None])]
+
+    before = niceness()
+    for name, num_bytes in (("small", LARGE_BYTES - 1), ("large", LARGE_BYTES)):
+        thread = threading.Thread(target=work, args=(name, num_bytes))
+        thread.start()
+        thread.join(60)
+    assert found["small"] == [before, before]
+    assert found["large"] == [min(19, before + NICENESS)] * 2
+    assert niceness() == before
+
+
+def test_what_is_freed_elsewhere_is_freed_by_another_thread() -> None:
+    class Large:
+        pass
+
+    ended, freed_by = threading.Event(), []
+
+    def note() -> None:
+        freed_by.append(threading.current_thread().name)
+        ended.set()
+
+    large = Large()
+    weakref.finalize(large, note)
+    free_elsewhere(large, None)
+    del large
+    assert ended.wait(60) and freed_by == ["kt-free"]

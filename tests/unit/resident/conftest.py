@@ -307,6 +307,7 @@ class FakeHost:
         self.names: dict[str, str] = {}
         self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
         self.move_error: Exception | None = None
+        self.answers_at_once = False
         self.closed = False
         self.cache = CacheTier(
             tier="device",
@@ -354,12 +355,20 @@ class FakeHost:
         self.moves.append((name, version, lora_id, done))
         self.frontend.set()
 
+    def settle_moves(self, seconds: float) -> None:
+        if self.answers_at_once:
+            self._answer_moves()
+
     def wakeups(self) -> list[Any]:
         return [self.frontend.fd]
 
     def poll(self) -> None:
-        """The frontend answers between two turns."""
+        """The frontend answers between two turns, or `answers_at_once`."""
         self.frontend.clear()
+        if not self.answers_at_once:
+            self._answer_moves()
+
+    def _answer_moves(self) -> None:
         moves, self.moves = self.moves, []
         for name, _, lora_id, done in moves:
             if self.move_error is None:

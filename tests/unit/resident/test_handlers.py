@@ -25,6 +25,7 @@ from kt_runtime.wire.messages import (
     OptimStep,
     PreferenceLoss,
     Publish,
+    PublishReply,
 )
 from kt_runtime.wire.server import Incoming
 
@@ -65,6 +66,21 @@ def run(host: Any, inbox: Inbox, directory: Path) -> dict[str, Any]:
         resident.turn()
     resident.close()
     return {reply.request_id: reply for reply in inbox.replies}
+
+
+def test_a_name_that_the_frontend_moves_at_once_is_answered_in_the_same_turn(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    host = make_host("deepseek_v3")
+    host.answers_at_once = True  # and never between two turns
+    inbox = Inbox(
+        [
+            (CreateSession(request_id="0", session="a", lora=LoraSettings(rank=4, alpha=8.0)), {}),
+            (Publish(request_id="1", session="a", name="name"), {}),
+        ]
+    )
+    replies = run(host, inbox, tmp_path)
+    assert isinstance(replies["1"], PublishReply) and list(host.names) == ["name"] and not host.moves
 
 
 def test_requests_of_a_session_that_arrive_together_keep_their_order(

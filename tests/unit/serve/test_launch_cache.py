@@ -159,6 +159,7 @@ def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monk
     ("arguments", "message"),
     [
         (["--cache-device", "1G", "--max-total-tokens", "16384"], "both set the size of the KV cache"),
+        (["--lora-memory", "1G", "--lora-slots", "4"], "both bound the adapters in batches"),
         (["--cache-disk", "20GB"], "--cache-disk '20GB': unknown unit 'GB'; did you mean 'GiB'"),
     ],
 )

@@ -20,6 +20,7 @@ from kt_runtime.serve.memory.server import (
     serving_shape,
     session_memory_bytes,
     with_lora_rank,
+    with_lora_slots,
     with_microbatch,
 )
 from kt_runtime.serve.models.presets import load_preset, preset_names
@@ -66,6 +67,44 @@ def test_the_plan_follows_the_options() -> None:
     name = "tiny-qwen3-moe"
     plans = [plan_server(asked, load_preset(name).config, name)[0] for asked in (options, ServeOptions(model="m"))]
     assert plans[0].needs != plans[1].needs
+
+
+def test_memory_for_adapters_is_a_slot_for_each_request_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan counts the memory, not the slots."""
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 2**40})
+    config, asked = load_preset("Qwen3-30B-A3B").config, ServeOptions(model="m", lora_memory_bytes=GIB)
+    options = with_lora_slots(asked, config)
+    assert options.lora_slots == asked.max_running_requests + 1
+    plan, _ = plan_server(options, config, "m")
+    [need] = [need for need in plan.needs if need.what == "LoRA slots"]
+    assert (need.size_bytes, need.lower) == (GIB, ("--lora-memory",))
+    assert with_lora_slots(ServeOptions(model="m"), config).lora_slots == 8
+
+
+def test_memory_for_adapters_is_divided_by_the_slot_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: True)
+    config = load_preset("tiny-qwen3-moe").config
+    slot_bytes = 64 * sum(
+        (each.in_features + each.out_features) * max(1, each.num_experts) * 2
+        for each in server_memory.family_for(config).lora_modules(config)
+    )
+    asked = ServeOptions(model="m", lora_memory_bytes=3 * slot_bytes + 1)
+    assert with_lora_slots(asked, config).lora_slots == 3
+    with pytest.raises(InvalidValueError, match=r"--lora-memory: .* hold 1 slots of rank 64, of .*need two"):
+        with_lora_slots(replace(asked, lora_memory_bytes=slot_bytes), config)
+
+
+def test_a_limit_of_the_sessions_is_what_the_plan_counts_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 2**40})
+    config = load_preset("Qwen3-30B-A3B").config
+    needs = [
+        next(need for need in plan_server(options, config, "m")[0].needs if need.what == TRAINED)
+        for options in (ServeOptions(model="m", session_memory_bytes=limit) for limit in (GIB, 1000 * GIB, None))
+    ]
+    assert (needs[0].size_bytes, needs[0].lower) == (GIB, ("--session-memory",))
+    assert needs[1] == needs[2] and needs[1].size_bytes > 10 * GIB
 
 
 @pytest.mark.parametrize(("gib", "rank"), [(400, 64), (150, 32), (100, 16), (80, 8), (1, 8)])

@@ -130,7 +130,8 @@ def test_a_slot_that_is_taken_back_while_it_is_filled_is_written_no_more(
     slot = slots.reserve(manager)
     assert slot is not None
     monkeypatch.setattr(slots, "copies_into", lambda *arguments: [copy] * 100)
-    filling = threading.Thread(target=slot.fill, args=(None,))
+    prepared = prepare_adapter(manager, served.config, "name", adapter)
+    filling = threading.Thread(target=slot.fill, args=(prepared.adapter,))
     filling.start()
     assert began.wait(60)
     giving = threading.Thread(target=slot.give_back)

@@ -1,0 +1,173 @@
+"""The measurements on a running server: sessions that publish, files that are loaded, cycles, swaps under streams."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kt_runtime.bench.swap.figures import Swap, row_of
+from kt_runtime.bench.swap.files import write_adapter
+from kt_runtime.bench.swap.plan import LARGE_BYTES, TARGETS, Plan, Size, bytes_of, rank_bytes, smallest
+from kt_runtime.bench.swap.streams import FIRST_TOKEN, Streams, now
+from kt_runtime.bench.train.plan import LEARNING_RATE
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.wire import Batch
+from kt_runtime.wire.messages import LoraSettings
+
+TIMEOUT_S = 3600.0
+NAME, SESSION = "bench-swap", "bench-swap"
+STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
+QUIET_SECONDS = 1.5
+LEAST_GAPS = 4
+"""Of a stream, before anything is published."""
+SETTLE_SECONDS = 0.5
+"""Between two rounds: the first version's directory is written meanwhile."""
+
+
+class SwapBench:
+    """`config`: the model's config.json. `directory`: for the adapters' files, one at a time."""
+
+    def __init__(
+        self, plan: Plan, api: ServerAPI, config: Mapping[str, Any], directory: Path, say: Callable[[str], None]
+    ) -> None:
+        self._plan, self._api, self._config, self._directory, self._say = plan, api, config, directory, say
+        self._http = httpx.Client(base_url=api.url, timeout=TIMEOUT_S, trust_env=False)
+        self._vocabulary = int(config["vocab_size"])
+        self.failures: list[str] = []
+
+    def sessions(self) -> list[Swap]:
+        return [self._session(rank, targets) for rank in self._plan.ranks for targets in TARGETS]
+
+    def loads(self, sizes: Sequence[Size]) -> list[Swap]:
+        return [self._load(each) for each in sizes]
+
+    def swaps(self) -> Swap:
+        """Streams use a name that moves between two versions. Each stream keeps the version that it began with."""
+        plan, size = self._plan, smallest(self._plan, self._config)
+        found = Swap("swap", size.name, size.rank, size.targets, size.num_bytes, plan.many_streams)
+        paths = [write_adapter(self._directory / f"swap-{seed}", size, self._config, seed) for seed in range(2)]
+        self._publish_file(paths[0])
+        with self._streams(found, plan.many_streams, MANY_STREAM_TOKENS, NAME) as measured:
+            for number in range(plan.swaps):
+                measured(lambda path=paths[(number + 1) % 2]: self._publish_file(path), found.publish_ms)
+                time.sleep(SETTLE_SECONDS)
+        self._unload()
+        self._remove(paths)
+        self._told(found)
+        return found
+
+    def cycles(self) -> list[int]:
+        """The engine's resident set after each cycle: a publication, its first token, its end."""
+        size = smallest(self._plan, self._config)
+        paths = [write_adapter(self._directory / f"cycle-{seed}", size, self._config, seed) for seed in range(2)]
+        found: list[int] = []
+        for number in range(self._plan.cycles):
+            self._publish_file(paths[number % 2])
+            self._first_token()
+            self._unload()
+            found.append(int(self._api.get("/kt/status")["rss_bytes"]))
+        self._remove(paths)
+        if found:
+            self._say(
+                f"{len(found)} cycles: {found[0] >> 20} MiB after the first, {found[-1] >> 20} MiB after the last"
+            )
+        return found
+
+    def _session(self, rank: int, targets: str) -> Swap:
+        plan = self._plan
+        found = Swap("session", None, rank, targets, rank * rank_bytes(self._config, targets), plan.streams)
+        batch = Batch.from_sequences([[FIRST_TOKEN, FIRST_TOKEN + 1]], [[FIRST_TOKEN + 1, FIRST_TOKEN + 2]])
+        with resident_client(self._api, TIMEOUT_S) as client:
+            client.create_session(SESSION, LoraSettings(rank=rank, alpha=float(rank), targets=[targets]))
+            with self._streams(found, plan.streams, STREAM_TOKENS, whole=False) as measured:
+                for _ in range(plan.rounds + 1):  # the first one, in which the name is new, does not count
+                    client.forward_backward(SESSION, batch)
+                    client.optim_step(SESSION, LEARNING_RATE)
+                    stepped = now()
+                    measured(lambda: client.publish(SESSION, NAME, take_over=True), found.publish_ms)
+                    measured(self._first_token)
+                    found.first_token_ms.append(1e3 * (now() - stepped))
+                    time.sleep(SETTLE_SECONDS)
+            del found.publish_ms[0], found.first_token_ms[0]
+            client.close_session(SESSION)
+        self._unload()
+        self._told(found)
+        return found
+
+    def _load(self, size: Size) -> Swap:
+        rounds = 1 if bytes_of(size.name) >= LARGE_BYTES else self._plan.rounds
+        found = Swap("load", size.name, size.rank, size.targets, size.num_bytes, self._plan.streams)
+        self._say(f"an adapter of {size.name}: rank {size.rank}, {size.targets}")
+        path = write_adapter(self._directory / "load", size, self._config, 0)
+        with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
+            for _ in range(rounds):
+                began = now()
+                measured(lambda: self._publish_file(path), found.publish_ms)
+                measured(self._first_token)
+                found.first_token_ms.append(1e3 * (now() - began))
+                time.sleep(SETTLE_SECONDS)
+                measured(self._unload, found.unload_ms)
+                time.sleep(SETTLE_SECONDS)
+        self._remove([path])
+        self._told(found)
+        return found
+
+    @contextmanager
+    def _streams(
+        self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
+    ) -> Iterator[Callable[..., None]]:
+        """Streams in the block. Yields a function that calls one, adds its milliseconds to a list, and notes the gaps
+        of the streams meanwhile. `whole`: all other gaps in the block count too."""
+        with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
+            began = now()
+            time.sleep(QUIET_SECONDS)
+            found.quiet += streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
+            times: list[tuple[float, float]] = []
+
+            def measured(call: Callable[[], object], times_ms: list[float] | None = None) -> None:
+                started = now()
+                call()
+                times.append((started, now()))
+                if times_ms is not None:
+                    times_ms.append(1e3 * (times[-1][1] - started))
+
+            started = now()
+            yield measured
+            if whole:
+                times = [(started, now())]
+            streams.wait_for_gaps_ms(now(), count)  # the gaps at the end are over, too
+            for since, until in times:
+                found.during += streams.gaps_ms(since, until)
+        self.failures += streams.failures
+
+    def _publish_file(self, path: Path) -> None:
+        self._api.post("/kt/adapters", {"name": NAME, "path": str(path), "take_over": True})
+
+    def _unload(self) -> None:
+        self._api.delete(f"/kt/adapters/{NAME}")
+
+    def _first_token(self) -> None:
+        body = {
+            "input_ids": [FIRST_TOKEN],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "lora_path": NAME,
+        }
+        answer = self._http.post("/generate", json=body)
+        if not answer.is_success:
+            self.failures.append(f"HTTP {answer.status_code}: {answer.text[:200]}")
+
+    def _remove(self, paths: list[Path]) -> None:
+        for path in paths:
+            shutil.rmtree(path)
+
+    def _told(self, found: Swap) -> None:
+        name, row = found.size or f"rank {found.rank} on {found.targets}", row_of(found)
+        times = ", ".join(f"{each:.0f}" for each in found.publish_ms)
+        stalls = f"{row['stall_ms']:.0f} ms, before {row['quiet_stall_ms']:.0f}"
+        self._say(f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}")

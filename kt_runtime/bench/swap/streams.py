@@ -1,0 +1,98 @@
+"""Streams that decode on a thread while something else is measured, and the gaps between their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from itertools import pairwise
+from types import TracebackType
+
+import httpx
+
+from kt_runtime.bench.serve.streams import Stream, stream_one
+from kt_runtime.errors import KtError, RuntimeFault
+
+FIRST_TOKEN = 3  # smaller ids are special tokens of a made model
+PROMPT_TOKENS = 4
+PATIENCE_SECONDS = 120.0
+FIRST_EVENTS = 4
+"""Of every stream, before anything is measured."""
+
+
+class Streams:
+    """`count` greedy requests of `new_tokens`; a stream that ends begins again with another prompt.
+
+    `adapter`: the name that they use, None: the base. In the block all of them decode. `failures`: requests that were
+    refused, broke off or had too few tokens. The streams that run at the end of the block are cancelled.
+    """
+
+    def __init__(self, url: str, count: int, new_tokens: int, vocabulary: int, adapter: str | None = None) -> None:
+        self._url, self._count, self._new_tokens = url, count, new_tokens
+        self._vocabulary, self._adapter = vocabulary, adapter
+        self._requests: list[Stream] = []
+        self.failures: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), daemon=True)
+
+    def __enter__(self) -> Streams:
+        self._thread.start()
+        while sum(len(each.events) >= FIRST_EVENTS for each in list(self._requests)) < self._count:
+            self._thread.join(0.01)
+            if self.failures or not self._thread.is_alive():
+                self.__exit__(None, None, None)
+                raise RuntimeFault(f"a stream failed before anything was measured: {self.failures[:1]}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    def gaps_ms(self, since: float, until: float) -> list[float]:
+        """Between two tokens of a stream, of gaps that end between the two times (performance counter)."""
+        gaps = []
+        for request in list(self._requests):
+            times = [at for at, _ in list(request.events)]
+            gaps += [1e3 * (b - a) for a, b in pairwise(times) if b >= since and a <= until]
+        return gaps
+
+    def wait_for_gaps_ms(self, since: float, count: int) -> list[float]:
+        """The gaps from `since` on, as soon as there are `count` of them. Raises RuntimeFault if there are none in
+        `PATIENCE_SECONDS`."""
+        ends = now() + PATIENCE_SECONDS
+        while len(gaps := self.gaps_ms(since, now())) < count and now() < ends:
+            time.sleep(0.05)
+        if not gaps:
+            raise RuntimeFault(f"no stream got a token in {PATIENCE_SECONDS:.0f} s; failures: {self.failures[:1]}")
+        return gaps
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=600.0, limits=limits, trust_env=False) as client:
+            tasks = [asyncio.create_task(self._repeat(client, number)) for number in range(self._count)]
+            await self._stop.wait()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _repeat(self, client: httpx.AsyncClient, number: int) -> None:
+        for request in range(1 << 30):
+            begin = FIRST_TOKEN + (31 * number + 7 * request) % (self._vocabulary - FIRST_TOKEN - PROMPT_TOKENS)
+            stream = Stream()
+            self._requests.append(stream)
+            try:
+                prompt = list(range(begin, begin + PROMPT_TOKENS))
+                await stream_one(client, prompt, self._new_tokens, self._adapter, stream)
+                if not stream.events or stream.events[-1][1] != self._new_tokens:
+                    raise RuntimeFault(f"an answer has {len(stream.answer)} of {self._new_tokens} tokens")
+            except (KtError, httpx.HTTPError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(0.1)
+
+
+def now() -> float:
+    return time.perf_counter()
