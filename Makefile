@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-quick test-gpu test-device fuzz test-amx test-sanitize test-threads check check-native format clean help
+.PHONY: demo test test-quick test-gpu test-device fuzz soak test-amx test-sanitize test-threads check check-native format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -20,6 +20,7 @@ help:
 	@echo "make test-gpu       install, then run tests/gpu on this machine's NVIDIA GPU; without one it ends with status 2"
 	@echo "make test-device    install, then run whole servers on the emulated accelerator, for DEVICE_SEEDS=20 orders of its work"
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
+	@echo "make soak    send a real server SOAK_REQUESTS=100000 requests: its memory, files and threads stay"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-threads   run the thread pool's and the native step's tests under ThreadSanitizer"
@@ -85,6 +86,11 @@ FUZZ_SECONDS ?= 3600
 fuzz: $(VENV)/installed
 	FUZZ_STRICT=1 FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) FUZZ_REPLAY="$(FUZZ_REPLAY)" \
 	  $(BIN)/pytest -s tests/system/fuzz $(if $(FUZZ_REPLAY),-k replayed) $(PYTEST_ARGS)
+
+# Many requests to a real server, whose memory, files and threads must stay (docs/testing.md).
+SOAK_REQUESTS ?= 100000
+soak: $(VENV)/installed
+	SOAK_REQUESTS=$(SOAK_REQUESTS) $(BIN)/pytest -s tests/system/faults/test_soak.py $(PYTEST_ARGS)
 
 # AMX_RUNNER: a command that runs the (static) program given to it on an emulated processor with AMX, as `sde64 -spr --`.
 test-amx: $(CMAKE_INSTALLED)

@@ -34,7 +34,7 @@ from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.finetuning.directory import claimed_finetuning
 from kt_runtime.serve.http.auth import ApiKey
-from kt_runtime.serve.http.front_door import FrontDoor, check_reach
+from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
@@ -80,6 +80,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         say(note)
     check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
     check_reach(options)
+    client_keys(options, key)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     options = _with_device(options, say)
     model = _resolve(options)

@@ -38,7 +38,7 @@ struct GroupedQuery {
   TensorView temperatures;  // [P / every + 1] float32, taken at (position + 1) / every; may be absent
   int64_t temperature_every = 1;
   TensorView sinks = {};  // [N] float32: of each head a score without a value; may be absent
-  int64_t window = 0;  // keys that a query sees at most; 0: all
+  int64_t window = 0;     // keys that a query sees at most; 0: all
 };
 
 // Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1) in absorbed order: the halves of

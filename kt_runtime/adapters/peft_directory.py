@@ -39,6 +39,7 @@ from kt_runtime.adapters.fused.parameters import (
     adapted_parameters,
     fused_tensors,
     is_fused,
+    parameters_of,
     parts_of,
 )
 from kt_runtime.adapters.paths import OpenDirectory, open_directory

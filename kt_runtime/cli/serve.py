@@ -34,6 +34,12 @@ class ServeCommand(click.Command):
     envvar=KEY_VARIABLE,
     help=f"What clients must present. Better in the environment, where `ps` doesn't show it. [env: {KEY_VARIABLE}]",
 )
+@click.option(
+    "--client-keys",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keys of clients that may ask the model, each with limits (docs/http.md).",
+)
 @click.option("--allow-no-key", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option(
     "--cors-origin",

@@ -142,7 +142,7 @@ class _Reader:
             "max_position_embeddings": self.number("context_length"),
             "num_attention_heads": self.number("attention.head_count"),
             "num_experts_per_tok": self.number("expert_used_count"),
-            "num_hidden_layers": self.number("block_count") - self.number("nextn_predict_layers", 0),
+            "num_hidden_layers": self._layers(),
             "rms_norm_eps": self.real("attention.layer_norm_rms_epsilon"),
             "rope_theta": self.real("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
@@ -155,6 +155,16 @@ class _Reader:
             if isinstance(found, int) and not isinstance(found, bool) and found < embedding[0]:
                 config[name] = found
         return config
+
+    def _layers(self) -> int:
+        """Compared with the file's layers before anything is made for each of so many."""
+        found, spare = self.number("block_count"), self.number("nextn_predict_layers", 0)
+        blocks = {name.split(".", 2)[1] for name in self.shapes if name.startswith("blk.")}
+        if not found or found > len(blocks):
+            raise self.error("block_count", found, f"1 to {len(blocks)}, the number of layers with tensors")
+        if spare >= found:
+            raise self.error("nextn_predict_layers", spare, f"less than the {found} of block_count")
+        return found - spare
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         kind = self.keys.get(f"{self.architecture}.rope.scaling.type", "none")

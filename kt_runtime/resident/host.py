@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Decoded:
-    """Since the start: `step_batches`: batches of decoding requests that the native step has computed, `step_seconds`:
-    of its calls for them, `sampling_seconds`: of the engine's sampling for all batches of decoding requests."""
+    """Since the start: `step_batches`: batches of decoding requests that the native step has computed, with
+    `step_tokens` tokens; `step_seconds`: of its calls for them. `head_seconds`, `sampling_seconds`: of the head, and of
+    the engine's sampling, for all batches of decoding requests."""
 
     step_batches: int = 0
+    step_tokens: int = 0
     step_seconds: float = 0.0
+    head_seconds: float = 0.0
     sampling_seconds: float = 0.0
 
 

@@ -424,15 +424,14 @@ class StatusReply(Reply, tag="status"):
 
     `expert_threads`: CPU threads that compute routed experts. `expert_node_bytes`: the experts' weights on each memory
     node. `expert_placement`: why the system refused to place the weights on their nodes; empty: it did not refuse.
-
     `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
     tokens that training sends through a layer at once.
 
     `step`: `STEP_RUNNING` if the native step computes the decoder stack on a CPU, else the reason why the engine's own
     modules compute it. `step_exceptions`: why the modules computed some batches although the step runs, such as
-    embeddings as input; each reason once. `step_decode_batches`, `step_decode_seconds`: batches of decoding requests
-    that the step has computed since the start, and seconds of its calls for them. `sampling_decode_seconds`: of the
-    engine's sampling for all batches of decoding requests. All three are 0 if the engine does not run on a CPU.
+    embeddings as input; each reason once. `step_decode_batches`, `_tokens`, `_seconds`: batches of decoding requests
+    that the step has computed since the start, their tokens, seconds of its calls; `head_decode_seconds`,
+    `sampling_decode_seconds`: of the head, of sampling, for all such batches. 0 if the engine does not run on a CPU.
 
     `exact`: training computes the log-probabilities of serving to the bit, without dropout. `not_exact`: why they may
     differ; empty if `exact`.
@@ -477,7 +476,9 @@ class StatusReply(Reply, tag="status"):
     step: str = ""
     step_exceptions: list[str] = msgspec.field(default_factory=list)
     step_decode_batches: int = 0
+    step_decode_tokens: int = 0
     step_decode_seconds: float = 0.0
+    head_decode_seconds: float = 0.0
     sampling_decode_seconds: float = 0.0
     exact: bool = False
     not_exact: str = ""

@@ -1,4 +1,5 @@
-"""Enforces the route table: by the API key, or for a server without a key by each request's `Host` and `Origin`.
+"""Enforces the route table: by the API key and by clients' keys with their limits, or for a server without a key by
+each request's `Host` and `Origin`.
 
 SGLang's own key middleware is not used: it ignores websockets, and it needs the key in SGLang's arguments, which are
 logged. SGLang's CORS middleware is not used: it answers every origin with credentials.
@@ -10,10 +11,11 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.http.client_keys import Client, ClientKey
 from kt_runtime.serve.http.origins import OriginPolicy
 from kt_runtime.serve.http.route_table import Access, Rule, methods_of, rule_for
 from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
@@ -21,7 +23,7 @@ from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Sen
 logger = logging.getLogger(__name__)
 
 TINKER_PREFIX = b"tml-"
-KINDS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFoundError", 405: "MethodNotAllowed"}
+KINDS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFoundError", 405: "MethodNotAllowed", 429: "RateLimited"}
 
 
 class ApiKey:
@@ -36,31 +38,44 @@ class ApiKey:
                 f"the API key has {len(key)} characters; it must have at least {self.MIN_CHARACTERS}, all printable "
                 "ASCII without spaces"
             )
-        self._digest = hashlib.sha256(key.encode()).digest()
+        self.digest = hashlib.sha256(key.encode()).digest()
 
     def matches(self, offered: bytes) -> bool:
-        """Compares digests of equal length in constant time. "tml-" before the key is ignored: Tinker's SDK sends no
-        key without it."""
-        if hmac.compare_digest(hashlib.sha256(offered).digest(), self._digest):
-            return True
-        rest = offered.removeprefix(TINKER_PREFIX)
-        return rest != offered and hmac.compare_digest(hashlib.sha256(rest).digest(), self._digest)
+        """Compares digests of equal length in constant time."""
+        return any(hmac.compare_digest(digest, self.digest) for digest in digests_of(offered))
+
+
+def digests_of(offered: bytes) -> list[bytes]:
+    """Of a credential. "tml-" before the key is ignored: Tinker's SDK sends no key without it."""
+    rest = offered.removeprefix(TINKER_PREFIX)
+    return [hashlib.sha256(one).digest() for one in ([offered] if rest == offered else [offered, rest])]
 
 
 @dataclass(frozen=True)
 class Denial:
+    """`retry_after_s`: with status 429."""
+
     status: int
     message: str
+    retry_after_s: int | None = None
 
 
 class AccessPolicy:
     """`host`: the address that the server binds to. `origins`: other sites whose pages may call the server. `own_key`:
-    a second key, which this server has made for its own trainers; without `key` it has no use."""
+    a second key, which this server has made for its own trainers; without `key` it has no use. `clients`: keys that may
+    not change the server, with limits; without `key` there are none."""
 
     def __init__(
-        self, host: str, key: ApiKey | None, origins: Collection[str] = (), *, own_key: ApiKey | None = None
+        self,
+        host: str,
+        key: ApiKey | None,
+        origins: Collection[str] = (),
+        *,
+        own_key: ApiKey | None = None,
+        clients: Sequence[ClientKey] = (),
     ) -> None:
         self.key, self.own_key, self.origins = key, own_key, OriginPolicy(host, origins)
+        self._clients = clients
 
     def decide(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
@@ -78,7 +93,27 @@ class AccessPolicy:
             denial = self._check_key(headers)
         if denial is not None or is_question:
             return denial
-        return self._check_rule(rule, method, path)
+        return self._check_rule(rule, method, path) or self._check_client(rule, path, headers)
+
+    def client_of(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Client | None:
+        """Whose limits count for an allowed request. None for the server's own keys, and for probes."""
+        rule = rule_for(method, path)
+        if self.key is None or not self._clients or rule is None or rule.access is Access.PROBE:
+            return None
+        clients = (self._client(token) for token in _credentials(headers))
+        return next((client for client in clients if client is not None), None)
+
+    def _client(self, offered: bytes) -> Client | None:
+        digests = digests_of(offered)
+        found = [each.client for each in self._clients if any(map(each.has, digests))]
+        return found[0] if found else None
+
+    def _check_client(self, rule: Rule | None, path: str, headers: list[tuple[bytes, bytes]]) -> Denial | None:
+        if rule is None or rule.access is not Access.GUARDED or not self._clients:
+            return None
+        if all(self._client(token) is None for token in _credentials(headers)):
+            return None
+        return Denial(403, f"{path[:200]} changes the server, which only the server's own key may do")
 
     def _is_question(self, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
         """Whether this is a CORS preflight from a page of `--cors-origin`. A preflight carries no key, and the CORS
@@ -109,12 +144,9 @@ class AccessPolicy:
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
         """Every credential in the request must be the key, so that several credentials are not several guesses."""
         assert self.key is not None
-        offered = [value for name, value in headers if name == b"x-api-key"]
-        for value in (value for name, value in headers if name == b"authorization"):
-            scheme, _, token = value.partition(b" ")
-            offered.append(token if scheme.lower() == b"bearer" else b"")
+        offered = _credentials(headers)
         keys = [key for key in (self.key, self.own_key) if key is not None]
-        matched = [any(key.matches(token) for key in keys) for token in offered]
+        matched = [any(key.matches(token) for key in keys) or self._client(token) is not None for token in offered]
         if matched and all(matched):
             return None
         problem = "the API key is not this server's" if offered else "this server needs an API key"
@@ -131,6 +163,15 @@ class AccessPolicy:
         )
 
 
+def _credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    headers = list(headers)
+    offered = [value for name, value in headers if name == b"x-api-key"]
+    for value in (value for name, value in headers if name == b"authorization"):
+        scheme, _, token = value.partition(b" ")
+        offered.append(token if scheme.lower() == b"bearer" else b"")
+    return offered
+
+
 class AccessMiddleware:
     """Applies the policy to HTTP requests and websockets before any other middleware."""
 
@@ -145,8 +186,16 @@ class AccessMiddleware:
         path = route_path(scope)
         scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
         denial = self.policy.decide(method, path, scope["headers"], scheme)
+        client = None
+        if denial is None and (client := self.policy.client_of(method, path, scope["headers"])) is not None:
+            refused = client.begin()
+            denial = None if refused is None else Denial(429, refused.message, refused.retry_after_s)
         if denial is None:
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if client is not None:
+                    client.end()
             return
         logger.warning("%s %r: denied with status %d", method, path, denial.status)
         if scope["type"] == "websocket":
@@ -164,6 +213,8 @@ async def _send_denial(denial: Denial, send: Send, origin: bytes | None) -> None
     kind = KINDS[denial.status]
     body = json.dumps({"error": {"message": denial.message, "kind": kind}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if denial.retry_after_s is not None:
+        headers.append((b"retry-after", str(denial.retry_after_s).encode()))
     if denial.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if origin is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.http.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.http.client_keys import ClientKey, read_client_keys
 from kt_runtime.serve.http.health import SharedHealth
 from kt_runtime.serve.http.origins import is_loopback
 from kt_runtime.serve.http.route_table import rule_for
@@ -43,7 +44,8 @@ class FrontDoor:
         context_tokens: int,
         own_key: ApiKey | None = None,
     ) -> None:
-        self.policy = AccessPolicy(options.host, key, options.cors_origins, own_key=own_key)
+        clients = client_keys(options, key)
+        self.policy = AccessPolicy(options.host, key, options.cors_origins, own_key=own_key, clients=clients)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
         self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
         self.stalled: Callable[[], str] = lambda: ""
@@ -77,6 +79,22 @@ class FrontDoor:
                 allow_headers=["Authorization", "Content-Type", "X-API-Key"],
             )
         app.add_middleware(AccessMiddleware, policy=self.policy)
+
+
+def client_keys(options: ServeOptions, key: ApiKey | None) -> list[ClientKey]:
+    """The keys of `--client-keys`. Raises as `read_client_keys`, and InvalidValueError without the server's own key."""
+    if options.client_keys is not None and key is None:
+        raise InvalidValueError(
+            f"--client-keys {options.client_keys}: without a key of its own the server lets every program of this "
+            "machine change it; set one (KT_RUNTIME_API_KEY=... in the environment)"
+        )
+    found = read_client_keys(options.client_keys, lambda text: ApiKey(text).digest)
+    for each in found:
+        if key is not None and each.has(key.digest):
+            raise InvalidValueError(
+                f"--client-keys {options.client_keys}: [{each.client.name}] has the server's own key, with no limits"
+            )
+    return found
 
 
 def check_reach(options: ServeOptions) -> None:

@@ -3,6 +3,9 @@
 The route needs no key, so that load balancers and orchestrators can poll it. Concurrent requests share one answer, and
 a good answer is reused for `SECONDS`. While the engine is stalled (`sglang_patch/frontend/stalls.py`), `/health` and
 `/ready` answer 503 at once: SGLang's `/health` waits for 20 s, and its `/ready` asks nobody.
+
+SGLang's route compares times of the wall clock. A clock that is set forward makes it red, one that is set back lets it
+wait until that time has come again. So a request during which the clock jumps is dropped, and another one is made.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Sen
 PATH, READY = "/health", "/ready"
 SECONDS = 1.0  # a hung engine is to be seen within 5 s
 LOOK_SECONDS = 0.25
+JUMP_SECONDS = 0.5  # of the wall clock beside the monotonic one; adjusting it (NTP) is far slower
 
 
 class SharedHealth:
@@ -31,8 +35,10 @@ class SharedHealth:
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
         stalled: Callable[[], str] = lambda: "",
+        wall: Callable[[], float] = lambda: time.time(),
     ) -> None:
         self._app, self._seconds, self._clock, self._stalled = app, seconds, clock, stalled
+        self._wall, self._asked_at_offset = wall, 0.0
         self._good_until = float("-inf")
         self._asking: asyncio.Task[int] | None = None
 
@@ -48,14 +54,23 @@ class SharedHealth:
 
     async def _ask(self, scope: Scope) -> int:
         """The status code. One client's disconnect does not cancel the shared request."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._status({**scope, "query_string": b""}))
-        asking = self._asking
         while not self._stalled():
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._status({**scope, "query_string": b""}))
+                self._asked_at_offset = self._offset()
+            asking = self._asking
             done, _ = await asyncio.wait({asking}, timeout=LOOK_SECONDS)
-            if done:
+            if asking.cancelled():
+                continue
+            if self._asking is asking and abs(self._offset() - self._asked_at_offset) > JUMP_SECONDS:
+                asking.cancel()
+                self._asking = None
+            elif done:
                 return asking.result()
         return 503
+
+    def _offset(self) -> float:
+        return self._wall() - self._clock()
 
     async def _status(self, scope: Scope) -> int:
         found = 500

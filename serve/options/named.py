@@ -80,6 +80,7 @@ class ServeOptions:
     `tinker_timeout_s`: after this silence a Tinker client has gone, and its session ends.
     `finetuning_dir`: where the fine-tuning API keeps files and jobs; None: in the adapter directory, "off": there is no
     such API.
+    `client_keys`: a file with keys of clients and their limits (`serve.http.client_keys`).
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None: from the context length. `any_model_name`: an unknown model name means the model.
     `served_model_name`: the model's name for clients; None: its preset's, hub's or directory's name.
@@ -97,6 +98,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = field(default=None, repr=False)
+    client_keys: Path | None = None
     allow_no_key: bool = False
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int | None = None

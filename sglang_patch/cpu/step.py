@@ -2,14 +2,15 @@
 
 Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
 built over them. The forward methods of `DECODERS` then run the step for every batch that qualifies
-(`models.deepseek_v2` is DeepSeek-V2, DeepSeek-V3 and Kimi-K2). `ModelRunner.sample` is timed. The other symbols are
-only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the calls
-and the Python between them take longer than the arithmetic.
+(`models.deepseek_v2` is DeepSeek-V2, DeepSeek-V3 and Kimi-K2). `LogitsProcessor.forward` and `ModelRunner.sample` are
+timed. The other symbols are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For
+a decode step the calls and the Python between them take longer than the arithmetic.
 
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with embeddings as input, and
 captured states of single layers. Both ways give the same bits, because the step calls the same kernels in the same
 order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status also shows how long
-the step and sampling took for decoding requests (`decoded`), and whether training is equal to the bit (`not_exact`).
+the step, the head and sampling took for decoding requests (`decoded`), and whether training is equal to the bit
+(`not_exact`).
 `lora.step` gives the step the LoRA pool and the adapters of a batch.
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 BUILT_AFTER = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
 SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 DECODERS = (
     "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
     "sglang.srt.models.deepseek_v2.DeepseekV2Model.forward",
@@ -56,7 +58,7 @@ DECODERS = (
     "sglang.srt.models.llama4.Llama4Model.forward",
 )
 SYMBOLS = (
-    *(BUILT_AFTER, SAMPLE, *DECODERS),
+    *(BUILT_AFTER, SAMPLE, HEAD, *DECODERS),
     "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
@@ -81,6 +83,7 @@ def install(hooks: Hooks) -> None:
         for decoder in DECODERS:
             hooks.around(decoder, forward)
         hooks.around(SAMPLE, _sample)
+        hooks.around(HEAD, _head)
 
 
 def state() -> str:
@@ -157,6 +160,7 @@ class Program:
         hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences, lora, routes.rows())
         if batch.forward_mode.is_decode():
             _decoded.step_batches += 1
+            _decoded.step_tokens += len(slots)
             _decoded.step_seconds += time.perf_counter() - started
         if refused:
             _note(refused, len(hidden))
@@ -191,6 +195,14 @@ def forward(
             logger.info("SGLang's modules compute a batch, not the native step, because %s (logged once)", unfit)
     proxies = () if pp_proxy_tensors is None else (pp_proxy_tensors,)
     return original(model, input_ids, positions, forward_batch, input_embeds, *proxies)
+
+
+def _head(original: Any, processor: Any, input_ids: Any, hidden: Any, head: Any, batch: Any, *rest: Any) -> Any:
+    started = time.perf_counter()
+    logits = original(processor, input_ids, hidden, head, batch, *rest)
+    if batch.forward_mode.is_decode():
+        _decoded.head_seconds += time.perf_counter() - started
+    return logits
 
 
 def _sample(original: Any, runner: Any, logits_output: Any, forward_batch: Any) -> Any:

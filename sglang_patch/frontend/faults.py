@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from http import HTTPStatus
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import zmq
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager, async_sock_recv, real_time
+from sglang.srt.managers.tokenizer_manager import TokenizerManager, async_sock_recv
 
 from kt_runtime.sglang_patch.frontend.logprob_limits import TooManyLogprobs, check_answer_logprobs, too_many_reason
 from kt_runtime.sglang_patch.frontend.stalls import EngineStalled
@@ -31,7 +32,9 @@ BATCH_OUTPUTS = (BatchStrOutput, BatchEmbeddingOutput, BatchTokenIDOutput)
 
 
 class FaultContainment(TokenizerManager):
-    """A tokenizer manager whose receive loop survives exceptions."""
+    """A tokenizer manager whose receive loop survives exceptions. `heard_at`: monotonic time of the latest message."""
+
+    heard_at = 0.0
 
     async def handle_loop(self) -> None:
         """Ends only when its task is cancelled or its socket is closed (ZMQError)."""
@@ -39,7 +42,7 @@ class FaultContainment(TokenizerManager):
             with self.soft_watchdog.disable():
                 received = await self._receive()
             await self._handle(received)
-            self.last_receive_tstamp = real_time()
+            self.last_receive_tstamp, self.heard_at = time.time(), time.monotonic()
             self.soft_watchdog.feed()
 
     async def _receive(self) -> Any:

@@ -1,9 +1,9 @@
 """Finds, from the frontend, that the scheduler or the detokenizer works no more although its process lives.
 
-Symbols (SGLang 0.5.23): `TokenizerManager.last_receive_tstamp`, `.rid_to_state`, `.generate_request`;
-`SubprocessWatchdog._processes` and `._names`. Reason: SGLang notices a process that has ended. A process that is
-stopped (SIGSTOP, a frozen control group) or hangs (a deadlock, a disk that answers no more) leaves clients waiting
-without an answer, and SGLang's `/health` stays green for 20 s.
+Symbols (SGLang 0.5.23): `TokenizerManager.rid_to_state`, `.generate_request`; `SubprocessWatchdog._processes` and
+`._names`. Reason: SGLang notices a process that has ended. A process that is stopped (SIGSTOP, a frozen control group)
+or hangs (a deadlock, a disk that answers no more) leaves clients waiting without an answer, and SGLang's `/health`
+stays green for 20 s. All times are monotonic: the wall clock may jump.
 
     stopped: the kernel says so of the process, twice.
     hangs:   requests wait, the engine has answered nothing for `SILENT_SECONDS`, then not even a request for one token,
@@ -44,9 +44,9 @@ class EngineStalled(Exception):
 
 
 class Watched(Protocol):
-    """The part of `FrontendManager` that is watched. Times are of the clock `time.time`."""
+    """The part of `FrontendManager` that is watched. `heard_at`: monotonic time of the engine's latest message."""
 
-    last_receive_tstamp: float
+    heard_at: float
 
     def num_waiting(self) -> int:
         """Requests without their last token."""
@@ -89,7 +89,7 @@ class Stalls:
         manager: Watched,
         processes: Sequence[tuple[str, int]],
         look: Callable[[int], Look | None] = look_at,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reason = ""
         self._manager, self._processes, self._look, self._clock = manager, processes, look, clock
@@ -133,7 +133,7 @@ class Stalls:
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} stopped by a signal" if names else ""
 
     def _hung(self, looks: dict[int, Look], now: float) -> str:
-        heard = self._manager.last_receive_tstamp > self._silent_since
+        heard = self._manager.heard_at > self._silent_since
         nobody_waits = not self._manager.num_waiting() and not self.reason
         silent = now - self._silent_since
         used = max((look.main_seconds - self._main_seconds.get(pid, 0.0) for pid, look in looks.items()), default=0.0)

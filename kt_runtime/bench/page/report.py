@@ -20,6 +20,7 @@ MEGA, MEBI, GIGA = Decimal(10**6), Decimal(2**20), Decimal(10**9)
 PEERS = {"sglang_no_step": "SGLang without the step", "hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
 """Peers of `bench serve` -> their names in tables. A peer without results has empty columns, so that tables of several
 machines become one."""
+NOT_OVER_HTTP = ("hugging_face", "llama_cpp")
 GPU_LIMITS = (
     ("dram", "DRAM read", "GB/s"),
     ("to_device", "pinned host memory to the GPU", "GB/s"),
@@ -259,6 +260,7 @@ def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         if shares := [share for row in rows if (share := row["same_tokens"].get(name)) is not None]:
             figures.append(Single(f"share of the server's tokens that {peer} chooses too", _spread(shares), "ratio"))
     figures += [figure for row in rows for figure in _step_figures(row)]
+    figures += _logprob_figures(report)
     columns = [Column("kt-runtime, median", "tokens/s"), Column("kt-runtime, all runs", "tokens/s")]
     columns += [Column("limit", "tokens/s"), Column("median / limit", "ratio")]
     columns += [Column(peer, "tokens/s") for peer in PEERS.values()]
@@ -267,21 +269,44 @@ def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         Row([settings["model"], *_serving_case(row)], _serving_cells(row), row.get("problem")) for row in rows
     ]
     notes = [f"{PEERS[name]}: {_facts(facts)}." for name, facts in report["peers"].items()]
-    title = f"{settings['model']} in {settings['dtype']}, over HTTP; peers in their own processes"
+    weights = settings["dtype"]
+    if file := settings.get("gguf"):
+        weights = f"{file['mix']} (one GGUF file, {_rounded(file['bytes'], GIGA)} GB; activations in {weights})"
+    title = f"{settings['model']} in {weights}, over HTTP; peers in their own processes"
     return figures, [Table("rates", ["model", "case", "size"], columns, table_rows, title, notes)]
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[Single]:
-    """Where a token's time goes with one stream. Older reports have no `step`."""
+    """Where a token's time goes. Older reports have no `step`, or no head in it."""
     if (step := row.get("step")) is None:
         return []
+    streams = f"{row['streams']} stream{'s' if row['streams'] > 1 else ''}"
+    rest = "neither step, head nor sampling (scheduling, HTTP)"
+    if "head_ms" not in step:
+        rest = "neither step nor sampling (head, scheduling, HTTP)"
+    figures = [
+        Single(f"the native step without HTTP, {streams}, per token", _rounded(step["ms"]), "ms"),
+        Single(f"the native step without HTTP, {streams}: limit / time", _rounded(step["limit_share"]), "ratio"),
+        Single(f"sampling, {streams}, per token", _rounded(step["sampling_ms"]), "ms"),
+        Single(f"{rest}, {streams}, per token", _rounded(step["rest_ms"]), "ms"),
+    ]
+    if "head_ms" in step:
+        figures.append(Single(f"head, {streams}, per token", _rounded(step["head_ms"]), "ms"))
+        figures += [
+            Single(f"a step of {PEERS[name]} / kt-runtime's step and head, {streams}", _rounded(ratio), "ratio")
+            for name, ratio in step["peers"].items()
+            if name in NOT_OVER_HTTP
+        ]
+    return figures
+
+
+def _logprob_figures(report: Mapping[str, Any]) -> list[Single]:
+    """Older reports have no `logprobs`."""
+    found = report.get("logprobs") or {"peers": {}, "format": None}
+    named = {f"{PEERS[name]}'s log-probabilities less kt-runtime's": each for name, each in found["peers"].items()}
+    named["llama.cpp's log-probabilities of the quantized file less those of its bf16 weights"] = found["format"]
     return [
-        Single("the native step without HTTP, 1 stream, per token", _rounded(step["ms"]), "ms"),
-        Single("the native step without HTTP, 1 stream: limit / time", _rounded(step["limit_share"]), "ratio"),
-        Single("sampling, 1 stream, per token", _rounded(step["sampling_ms"]), "ms"),
-        Single(
-            "neither step nor sampling (head, scheduling, HTTP), 1 stream, per token", _rounded(step["rest_ms"]), "ms"
-        ),
+        Single(f"{what}, mean size", _rounded(each["mean"]), "nats") for what, each in named.items() if each is not None
     ]
 
 

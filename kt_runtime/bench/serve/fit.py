@@ -36,7 +36,7 @@ def check_memory(plan: Plan, cases: list[Case], config: Mapping[str, Any], dtype
         size_bytes = count * adapter_bytes(config, plan.rank)
         needs.append(MemoryNeed(f"{count} loaded adapters", "cpu", size_bytes, ("--streams", "--rank")))
     check_fits(replace(memory, needs=tuple(needs)), free_bytes)
-    if plan.with_hugging_face:
+    if plan.has_hugging_face:
         weights = count_parameters(config).total * DTYPE_BYTES[dtype]
         needed = weights + PEER_BYTES
         if place_here(config, weights).device == CPU and needed > (free := available_cpu_bytes()):
@@ -50,7 +50,8 @@ def check_disk(plan: Plan, cases: list[Case], config: Mapping[str, Any]) -> None
     """Raises InvalidValueError if the checkpoint, the GGUF file and the adapters' versions do not fit into the
     directory for temporary files."""
     directory = Path(tempfile.gettempdir())
-    copies = int(is_preset(plan.model)) + int(plan.peer is not None)
+    copies = int(is_preset(plan.model)) + int(plan.peer is not None or plan.gguf is not None)
+    copies += int(plan.gguf is not None)  # in bf16, and quantized, which is smaller
     needed = copies * count_parameters(config).total * BF16_BYTES
     # One more for the directory that is being loaded.
     needed += (1 + plan.most_streams(cases, adapters=True)) * adapter_bytes(config, plan.rank)

@@ -1,4 +1,4 @@
-"""The checkpoint as a GGUF file for llama.cpp: the same bf16 matrices, and the tokenizer.
+"""The checkpoint as a GGUF file: its matrices in bf16 or quantized (`quantized/mix.py`), and the tokenizer.
 
 Names are those of the `gguf` package's map. As in llama.cpp's own files, vectors and the router are float32, the
 experts of a layer are stacked, and MLA's kv_b_proj is split by head: attn_k_b is transposed, [heads, latent, nope], and
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
+from kt_runtime.bench.experts.gguf_blocks import to_blocks
+from kt_runtime.bench.serve.quantized.mix import FILE_TYPES, NO_MIX, type_of
 from kt_runtime.checkpoint_file import read_header
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families import family_for
@@ -25,6 +28,7 @@ from kt_runtime.families import gguf as names_of_gguf
 from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.files import write_new_file
+from kt_runtime.gguf_file import BLOCKS
 from kt_runtime.serve.models.checkpoint import dense_tensors
 from kt_runtime.serve.models.checkpoint_files import read_config, weight_files
 
@@ -34,34 +38,60 @@ if TYPE_CHECKING:
 ROUTER = ".mlp.gate.weight"
 CORRECTION_BIAS = ".e_score_correction_bias"
 KV_B = ".kv_b_proj.weight"
+_PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16}
 WITHOUT_EXPERT_SIZE = ("llama", "olmoe")  # feed_forward_length is the experts' there
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """`name`: GGUF's. `read`: returns the values as `dtype`, float32 or bfloat16, in `shape`."""
+    """`name`: GGUF's. `kind`: its type in the file. `read`: returns the values in `shape`, of any float dtype."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    kind: str
     read: Callable[[], torch.Tensor]
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In elements for plain types, else with the bytes of a row as the last size, as the `gguf` package asks."""
+        if self.kind in _PLAIN:
+            return self.shape
+        per_block, block_bytes = BLOCKS[self.kind]
+        return (*self.shape[:-1], self.shape[-1] // per_block * block_bytes)
+
+    @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        per_block, block_bytes = BLOCKS[self.kind]
+        return torch.Size(self.shape).numel() // per_block * block_bytes
+
+    def contents(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes in the file."""
+        if self.kind in _PLAIN:
+            return self.read().to(_PLAIN[self.kind]).contiguous().reshape(-1).view(torch.uint8).numpy()
+        values = self.read()
+        matrices = values.reshape(-1, *values.shape[-2:])  # one by one: float32 of all experts is large
+        return np.stack([to_blocks(matrix.float().numpy(), self.kind) for matrix in matrices]).reshape(-1)
 
 
-def write_gguf_model(model: Path, path: Path) -> None:
-    """Writes the checkpoint in the directory `model` as the new file `path`.
+def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
+    """Writes the checkpoint in the directory `model` as the new file `path`, its matrices in the types of `mix`.
 
     Raises CheckpointError for a quantized checkpoint, for a tokenizer that is no byte-level BPE, and for one with more
-    tokens than the model has. OSError: the file can't be written.
+    tokens than the model has. UnknownNameError: the mix. OSError: the file can't be written.
     """
     config = read_config(model)
     if quantization_of(config) is not None:
         raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
     tokens = _tokenizer(model, integer(config, "vocab_size"))
-    write_new_file(path, partial(_write, config, tokens, list(_tensors(model, config))))
+    tensors = [_in_mix(tensor, mix, config) for tensor in _tensors(model, config)]
+    write_new_file(path, partial(_write, config, tokens, tensors, mix))
+
+
+def _in_mix(tensor: Tensor, mix: str, config: Mapping[str, Any]) -> Tensor:
+    """Vectors and the router stay float32."""
+    if tensor.kind == "F32":
+        return tensor
+    return replace(tensor, kind=type_of(mix, tensor.name, tensor.shape, config))
 
 
 def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -84,8 +114,8 @@ def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
             yield from _kv_b(tensor.name, config, name_of, partial(load, tensor.name))
         else:
             is_float32 = len(tensor.shape) == 1 or tensor.name.endswith(ROUTER)
-            dtype = torch.float32 if is_float32 else torch.bfloat16
-            yield Tensor(name_of(tensor.name), tensor.shape, dtype, partial(load, tensor.name))
+            kind = "F32" if is_float32 else "BF16"
+            yield Tensor(name_of(tensor.name), tensor.shape, kind, partial(load, tensor.name))
     num_experts, hidden, intermediate = family.expert_shape(config)
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
     for layer in family.moe_layers(config):
@@ -93,7 +123,7 @@ def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
         for projection, shape in shapes.items():
             names = [f"{prefix}.{expert}.{projection}_proj.weight" for expert in range(num_experts)]
             stacked = name_of(f"{prefix}.{projection}_proj.weight")
-            yield Tensor(stacked, (num_experts, *shape), torch.bfloat16, partial(load_stacked, *names))
+            yield Tensor(stacked, (num_experts, *shape), "BF16", partial(load_stacked, *names))
 
 
 def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -116,8 +146,8 @@ def _kv_b(
     def values() -> torch.Tensor:
         return by_head()[:, nope:]
 
-    yield Tensor(name_of(name.replace("kv_b", "k_b")), (heads, latent, nope), torch.bfloat16, keys)
-    yield Tensor(name_of(name.replace("kv_b", "v_b")), (heads, value, latent), torch.bfloat16, values)
+    yield Tensor(name_of(name.replace("kv_b", "k_b")), (heads, latent, nope), "BF16", keys)
+    yield Tensor(name_of(name.replace("kv_b", "v_b")), (heads, value, latent), "BF16", values)
 
 
 def _names(config: Mapping[str, Any]) -> Callable[[str], str]:
@@ -168,35 +198,33 @@ def _tokenizer(model: Path, vocab_size: int) -> _Tokens:
     return _Tokens(texts, types, merges)
 
 
-def _write(config: Mapping[str, Any], tokens: _Tokens, tensors: list[Tensor], path: Path) -> None:
+def _write(config: Mapping[str, Any], tokens: _Tokens, tensors: list[Tensor], mix: str, path: Path) -> None:
     import gguf
-    import numpy as np
 
     writer = gguf.GGUFWriter(path, family_for(config).gguf_architecture)
-    _add_keys(writer, config)
+    _add_keys(writer, config, mix)
     _add_tokens(writer, config, tokens)
-    kinds = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
+    # numpy has no bfloat16; the writer needs the element's size only. It counts blocks in bytes.
+    elements = {"F32": np.float32, "BF16": np.float16}
     for tensor in tensors:
-        # numpy has no bfloat16; the writer needs the element's size only.
-        array_dtype = np.dtype(np.float32 if tensor.dtype == torch.float32 else np.float16)
-        writer.add_tensor_info(tensor.name, tensor.shape, array_dtype, tensor.num_bytes, kinds[tensor.dtype])
+        dtype, kind = np.dtype(elements.get(tensor.kind, np.uint8)), gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.stored_shape, dtype, tensor.num_bytes, kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            values = tensor.read().to(tensor.dtype).contiguous()
-            writer.write_tensor_data(values.reshape(-1).view(torch.uint8).numpy())
+            writer.write_tensor_data(tensor.contents())
     finally:
         writer.close()
 
 
-def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> None:
     import gguf
 
     family = family_for(config)
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[mix]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(integer(config, "vocab_size"))
     writer.add_block_count(integer(config, "num_hidden_layers"))

@@ -1,8 +1,9 @@
 """Runs the cases with Hugging Face or llama.cpp, in a process and perhaps an interpreter of their own.
 
-The argument is a JSON file (`peers.ScriptPeer`). Prints one JSON line first, the facts, then one for each case: seconds
-of each counted run, the share of the server's tokens that this engine would have chosen too, and the mean number of
-distinct experts of a decode step, if the engine reports its routing. Does not import kt_runtime.
+The argument is a JSON file (`peers.ScriptPeer`). Prints one JSON line first, the facts, then one with the
+log-probabilities of the scored prompts, then one for each case: seconds of each counted run, the share of the server's
+tokens that this engine would have chosen too, and the mean number of distinct experts of a decode step, if the engine
+reports its routing. Does not import kt_runtime.
 
 An engine is fed the tokens that the server answered with, so that all sides read the same experts.
 """
@@ -27,6 +28,9 @@ class Engine(Protocol):
 
     def step(self, new: list[list[int]]) -> list[int]:
         """Computes new tokens, as many for each sequence; returns the most probable next token of each."""
+
+    def score(self, prompt: list[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, given those before. Empties the KV cache."""
 
     def count_experts(self, is_on: bool) -> float | None:
         """Switches counting on or off; returns the mean of distinct experts since it was switched on, None: unknown."""
@@ -60,6 +64,11 @@ class HuggingFace:
         tokens = self._torch.tensor(new, device=self._device)
         made = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return made.logits[:, -1].argmax(-1).tolist()
+
+    def score(self, prompt: list[int]) -> list[float]:
+        logits = self._model(input_ids=self._torch.tensor([prompt], device=self._device)).logits[0, :-1].double()
+        chosen = self._torch.tensor(prompt[1:], device=self._device)
+        return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
 
     def count_experts(self, is_on: bool) -> float | None:
         for hook in self._hooks:
@@ -112,6 +121,17 @@ class LlamaCpp:
         self._positions = [0] * sequences
 
     def step(self, new: list[list[int]]) -> list[int]:
+        return [int(self._logits(index).argmax()) for index in self._decode(new, every=False)]
+
+    def score(self, prompt: list[int]) -> list[float]:
+        self.begin(1, len(prompt))
+        rows = [self._logits(index).astype("float64") for index in self._decode([prompt], every=True)[:-1]]
+        exp, log = self._numpy.exp, self._numpy.log
+        pairs = zip(rows, prompt[1:], strict=True)
+        return [float(row[token] - row.max() - log(exp(row - row.max()).sum())) for row, token in pairs]
+
+    def _decode(self, new: list[list[int]], every: bool) -> list[int]:
+        """Computes new tokens; returns the places of the logits: of each sequence's last token, or of every one."""
         api, count = self._api, sum(map(len, new))
         batch, last = api.llama_batch_init(count, 0, 1), []
         batch.n_tokens = count
@@ -119,7 +139,7 @@ class LlamaCpp:
         for sequence, tokens in enumerate(new):
             for token in tokens:
                 batch.token[index], batch.pos[index] = token, self._positions[sequence]
-                batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, sequence, 0
+                batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, sequence, int(every)
                 self._positions[sequence] += 1
                 index += 1
             batch.logits[index - 1] = 1
@@ -127,11 +147,11 @@ class LlamaCpp:
         if status := api.llama_decode(self._context, batch):
             raise SystemExit(f"llama_decode of {count} tokens ended with status {status}")
         api.llama_batch_free(batch)
-        return [self._best(index) for index in last]
+        return list(range(count)) if every else last
 
-    def _best(self, index: int) -> int:
+    def _logits(self, index: int) -> Any:
         logits = self._api.llama_get_logits_ith(self._context, index)
-        return int(self._numpy.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+        return self._numpy.ctypeslib.as_array(logits, shape=(self._vocabulary,))
 
     def count_experts(self, is_on: bool) -> float | None:
         return None
@@ -196,6 +216,7 @@ def main() -> None:
     question = json.loads(Path(sys.argv[1]).read_text())
     engine = ENGINES[question["engine"]](question)
     print(json.dumps({"facts": engine.facts}), flush=True)
+    print(json.dumps({"scores": [engine.score(prompt) for prompt in question["scored"]]}), flush=True)
     for number, case in enumerate(question["cases"]):
         print(json.dumps({"case": number} | Case(engine, case).result()), flush=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,26 @@ class Peer:
 
 
 class ScriptPeer(Peer):
-    """One of `peer_script.ENGINES`, run by the interpreter `python`."""
+    """One of `peer_script.ENGINES`, run by the interpreter `python`. `scores`: log-probabilities of the scored prompts;
+    empty: unknown."""
 
     def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
         super().__init__(engine, say)
+        self.scores: list[list[float]] = []
         self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
 
     def measure(
-        self, model: Path, server: Measurements, dtype: str, threads: int, directory: Path, place: PeerPlace = ON_CPU
+        self,
+        model: Path,
+        server: Measurements,
+        dtype: str,
+        threads: int,
+        directory: Path,
+        place: PeerPlace = ON_CPU,
+        scored: Sequence[list[int]] = (),
     ) -> None:
-        """Runs the cases of `server` that have no adapters. `model`: the checkpoint's directory, or the GGUF file.
-        `directory`: for the question and the log."""
+        """Runs the cases of `server` that have no adapters, and scores the prompts `scored`. `model`: the checkpoint's
+        directory, or the GGUF file. `directory`: for the question and the log."""
         cases = [case for case in server if not case.adapters]
         question = {
             "engine": self.engine,
@@ -68,6 +77,7 @@ class ScriptPeer(Peer):
             "threads": threads,
             "device": place.device,
             "device_layers": place.layers,
+            "scored": list(scored),
             "cases": [
                 {"kind": case.kind, "prompts": server[case][1].prompts, "answers": server[case][1].answers}
                 for case in cases
@@ -120,10 +130,13 @@ class ScriptPeer(Peer):
             found = json.loads(line)
         except ValueError:  # printed by a library
             return
-        if not isinstance(found, dict) or not found.keys() & {"facts", "case"}:
+        if not isinstance(found, dict) or not found.keys() & {"facts", "scores", "case"}:
             return
         if "facts" in found:
             self.facts = found["facts"]
+            return
+        if "scores" in found:
+            self.scores = found["scores"]
             return
         case = cases[found["case"]]
         measured = Measured(list(_rates(case, found)), found["experts"], found["same_tokens"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kt_runtime.bench.options import PRESET, check_dtype, check_number
+from kt_runtime.bench.serve.quantized.mix import check_mix
 from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.families.base import integer
 
@@ -54,7 +55,8 @@ class Plan:
     A stream of a decode case has a prompt of `prompt_tokens` and an answer of `new_tokens`. `rank`: of the adapters,
     which are on all of the family's LoRA targets. `dtype`: of the server and of Hugging Face; None: the faster one on
     this machine. `with_sglang`: also a server without the native step. `peer`: a Python interpreter with
-    llama-cpp-python.
+    llama-cpp-python. `gguf`: the server and llama.cpp read one GGUF file of this mix of types (`quantized.mix.MIXES`);
+    Hugging Face, which can't read its experts, is left out.
     """
 
     model: str = PRESET
@@ -69,11 +71,12 @@ class Plan:
     with_sglang: bool = True
     with_hugging_face: bool = True
     peer: Path | None = None
+    gguf: str | None = None
     default_sizes: Sizes = FULL
 
     def __post_init__(self) -> None:
-        """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype, NotFoundError for
-        a peer that is no file."""
+        """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype or mix, and
+        NotFoundError for a peer that is no file."""
         for name in ("prompt_tokens", "runs", "rank"):
             check_number(name, getattr(self, name))
         check_number("new_tokens", self.new_tokens, 4)  # a stream's rate needs two tokens beside all other streams
@@ -82,6 +85,8 @@ class Plan:
         for streams in self.streams or ():
             check_number("streams", streams, 1, MOST_STREAMS)
         check_dtype(self.dtype)
+        if self.gguf is not None:
+            check_mix(self.gguf)
         if self.peer is not None and not self.peer.is_file():
             raise NotFoundError(
                 f"--peer {self.peer}: no such file; expected a Python interpreter with llama-cpp-python"
@@ -108,6 +113,10 @@ class Plan:
             *(Case(DECODE, count) for count in sorted(set(streams))),
             *(Case(DECODE, count, adapters=True) for count in sorted(set(streams)) if self.with_adapters),
         ]
+
+    @property
+    def has_hugging_face(self) -> bool:
+        return self.with_hugging_face and self.gguf is None
 
     @property
     def stream_tokens(self) -> int:

@@ -16,7 +16,8 @@ def print_report(result: dict[str, Any]) -> None:
         console = Console(width=max(console.width, NARROW))
     serving, peers, limits = result["serving"], result["peers"], result["machine"]["limits"]
     right = [Column(name, justify="right") for name in ("tokens/s", "of limit", *peers)]
-    title = f"{serving['model']} in {serving['dtype']} over HTTP, {serving['runs']} runs"
+    weights = serving["dtype"] if serving["gguf"] is None else f"{serving['gguf']['mix']} (GGUF)"
+    title = f"{serving['model']} in {weights} over HTTP, {serving['runs']} runs"
     table = Table(Column("case", no_wrap=True), *right, title=title)
     for row in result["rows"]:
         table.add_row(*_cells(row, list(peers)))
@@ -30,6 +31,10 @@ def print_report(result: dict[str, Any]) -> None:
     if limits is not None:
         rates = f"DRAM read {limits['dram_bytes_per_s'] / 1e9:.1f} GB/s, bf16 peak {limits['bf16_flops'] / 1e9:.0f}"
         console.print(f"Limits: {rates} GFLOP/s, {limits['isa']}, {limits['threads']} threads.", highlight=False)
+    for name, found in (result["logprobs"]["peers"] | {"the format": result["logprobs"]["format"]}).items():
+        if found is not None:
+            line = f"{name}: |difference| of log-probabilities {found['mean']:.2g} in the mean, {found['largest']:.2g}"
+            console.print(f"{line} at most, {found['tokens']} tokens.", highlight=False)
     for name, peer in peers.items():
         if peer["problem"]:
             console.print(f"{name}: {peer['problem']}", highlight=False, markup=False)
@@ -40,7 +45,9 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
     if (step := row["step"]) is not None:
         share = "" if step["limit_share"] is None else f", {step['limit_share']:.2f} {step['limit']}"
         line = f"{_case(row)}: of a token's time the native step takes {step['ms']:.2f} ms{share}; "
-        line += f"sampling {step['sampling_ms']:.2f} ms; head, scheduling and HTTP {step['rest_ms']:.2f} ms."
+        line += f"head {step['head_ms']:.2f} ms; sampling {step['sampling_ms']:.2f} ms; "
+        line += f"scheduling and HTTP {step['rest_ms']:.2f} ms."
+        line += "".join(f" {name}'s time / step and head: {ratio:.2f}." for name, ratio in step["peers"].items())
         console.print(line, highlight=False)
     if row["problem"] is not None:
         console.print(f"{_case(row)}: {row['problem']}", highlight=False, markup=False)

@@ -13,10 +13,11 @@ from kt_runtime.bench.serve.plan import PREFILL, Case
 
 @dataclass(frozen=True)
 class TokenTime:
-    """Seconds of the server for a token of one stream, means of a run: `step`: the native step, `sampling`: SGLang's
-    sampling after the head."""
+    """Seconds of the server for a token of every stream, means of a run: `step`: the native step, `head`: the product
+    after it, `sampling`: SGLang's sampling."""
 
     step: float
+    head: float
     sampling: float
 
 
@@ -24,7 +25,7 @@ class TokenTime:
 class Measured:
     """`rates`: tokens/s of each counted run, at least one. `experts`: distinct experts of a step in a layer, a mean;
     None: not counted. `same_tokens`: share of the server's tokens that this side would have chosen too; None: not
-    compared. `token_times`: of each run, with one stream; empty: unknown.
+    compared. `token_times`: of each run that decodes the base; empty: unknown.
     """
 
     rates: list[float]
@@ -84,12 +85,16 @@ class Row:
         }
 
     def _step(self, limits: Limits | None) -> dict[str, Any] | None:
-        """Where a token's time goes with one stream: the native step, sampling, everything else."""
+        """Where the time of a token of every stream goes: the native step, head, sampling, everything else."""
         if self.ours is None or self.step_work is None or not self.ours.token_times:
             return None
-        times, rates = self.ours.token_times, self.ours.rates
-        step_ms, sampling_ms = [1e3 * each.step for each in times], [1e3 * each.sampling for each in times]
-        rest_ms = [1e3 * (1 / rate - each.step - each.sampling) for rate, each in zip(rates, times, strict=True)]
+        times, streams = self.ours.token_times, self.case.size
+        step_ms, head_ms, sampling_ms = (
+            [1e3 * getattr(each, part) for each in times] for part in ("step", "head", "sampling")
+        )
+        known_ms = zip(step_ms, head_ms, sampling_ms, strict=True)
+        rest_ms = [1e3 * streams / rate - sum(parts) for rate, parts in zip(self.ours.rates, known_ms, strict=True)]
+        model_ms = median(step + head for step, head in zip(step_ms, head_ms, strict=True))
         limit, bottleneck = _limit(self.step_work, limits)
         limit_ms = None if limit is None else 1e3 * limit
         return {
@@ -100,10 +105,13 @@ class Row:
             "limit_share_best": _share(limit_ms, min(step_ms)),
             "limit": bottleneck,
             "limit_ms": limit_ms,
+            "head_ms": median(head_ms),
+            "head_ms_runs": head_ms,
             "sampling_ms": median(sampling_ms),
             "sampling_ms_runs": sampling_ms,
             "rest_ms": median(rest_ms),
             "rest_ms_runs": rest_ms,
+            "peers": {name: 1e3 * streams / peer.tokens_per_s / model_ms for name, peer in self.peers.items()},
         }
 
 

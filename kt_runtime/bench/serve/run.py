@@ -6,19 +6,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
-from kt_runtime.bench.peer_place import PeerPlace, place_here
+from kt_runtime.bench.peer_place import ON_CPU, PeerPlace, place_here
 from kt_runtime.bench.serve.fit import check_disk, check_memory
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
 from kt_runtime.bench.serve.no_step import NoStep
 from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer, ScriptPeer
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
+from kt_runtime.bench.serve.quantized.served_file import ServedFile, served_file
 from kt_runtime.bench.serve.rows import Row
+from kt_runtime.bench.serve.scores import Difference, Scores, difference
 from kt_runtime.bench.serve.server_side import Measurements, ServerResult, ServerSide
 from kt_runtime.bench.serve.work import DTYPE_BYTES, ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
@@ -48,22 +50,50 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(TrainPlan(model=plan.model), directory)
-        limits = _limits(say)
-        side = ServerSide(plan, cases, config, dtype, say)
-        server = side.measure(model, directory)
-        if plan.with_sglang:
-            no_step.measure(side, model, directory / "no-step")
-        limits = _limits(say, limits)
-        for peer in scripts:
-            measure_script(peer, model, server.measured, dtype, directory, place_of(peer, config, dtype))
+        with served_file(model, plan.gguf, directory, say) as file:
+            read = model if file is None else file.path
+            limits = _limits(say)
+            side = ServerSide(plan, cases, config, dtype, say)
+            server = side.measure(read, directory)
+            if plan.with_sglang:
+                no_step.measure(side, read, directory / "no-step")
+            limits = _limits(say, limits)
+            for peer in scripts:
+                place, scored = place_of(peer, config, dtype), server.scores.prompts
+                measure_script(peer, model, server.measured, dtype, directory, place, file, scored)
+        plain = _plain_scores(plan, model, server.scores, directory, say)
     peers: list[Peer] = [*[no_step] * plan.with_sglang, *scripts]
-    work = model_work(config, dtype)
+    work = model_work(config if file is None else file.config, dtype)
     rows = [_row(plan, case, work, server, peers) for case in cases]
     return {
         "machine": _machine(limits),
-        "serving": _serving(plan, dtype, server),
+        "serving": _serving(plan, dtype, server) | {"gguf": None if file is None else file.as_json()},
         "peers": {peer.engine: peer.as_json() for peer in peers},
+        "logprobs": _logprobs(server.scores, scripts, plain),
         "rows": [row.as_json(limits) for row in rows],
+    }
+
+
+def _plain_scores(plan: Plan, model: Path, scores: Scores, directory: Path, say: Say) -> list[list[float]]:
+    """llama.cpp's log-probabilities with the weights that were quantized; empty without a quantized file or a peer."""
+    if plan.gguf is None or plan.peer is None:
+        return []
+    peer = ScriptPeer(LLAMA_CPP, plan.peer, lambda line: say(f"unquantized: {line}"))
+    measure_script(peer, model, {}, "bfloat16", directory, ON_CPU, scored=scores.prompts)
+    return peer.scores
+
+
+def _logprobs(scores: Scores, peers: list[ScriptPeer], plain: list[list[float]]) -> dict[str, Any]:
+    """How far each peer's log-probabilities are from the server's; `format`: the quantized file's from those of the
+    weights that were quantized."""
+
+    def as_json(found: Difference | None) -> dict[str, Any] | None:
+        return None if found is None else dataclasses.asdict(found)
+
+    quantized = next((peer.scores for peer in peers if peer.engine == LLAMA_CPP), [])
+    return {
+        "peers": {peer.engine: as_json(difference(scores.logprobs, peer.scores)) for peer in peers},
+        "format": as_json(difference(quantized, plain)),
     }
 
 
@@ -76,7 +106,7 @@ def _config(model: str) -> Mapping[str, Any]:
 
 
 def _script_peers(plan: Plan, say: Say) -> list[ScriptPeer]:
-    peers = [ScriptPeer(HUGGING_FACE, Path(sys.executable), say)] if plan.with_hugging_face else []
+    peers = [ScriptPeer(HUGGING_FACE, Path(sys.executable), say)] if plan.has_hugging_face else []
     return peers + ([ScriptPeer(LLAMA_CPP, plan.peer, say)] if plan.peer is not None else [])
 
 
@@ -87,18 +117,25 @@ def place_of(peer: ScriptPeer, config: Mapping[str, Any], dtype: str) -> PeerPla
 
 
 def measure_script(
-    peer: ScriptPeer, model: Path, server: Measurements, dtype: str, directory: Path, place: PeerPlace
+    peer: ScriptPeer,
+    model: Path,
+    server: Measurements,
+    dtype: str,
+    directory: Path,
+    place: PeerPlace,
+    file: ServedFile | None = None,
+    scored: Sequence[list[int]] = (),
 ) -> None:
-    """Runs `peer` on the server's cases. llama.cpp's GGUF file is written to `directory` first."""
-    read = model
-    if peer.engine == LLAMA_CPP:
+    """Runs `peer` on the server's cases. llama.cpp reads `file`; None: one that is written to `directory` first."""
+    read = model if file is None else file.path
+    if peer.engine == LLAMA_CPP and file is None:
         read = directory / "model.gguf"
         try:
             write_gguf_model(model, read)
         except (CheckpointError, OSError) as error:
             peer.fail(f"no GGUF file: {error}")
             return
-    peer.measure(read, server, dtype, default_threads(), directory, place)
+    peer.measure(read, server, dtype, default_threads(), directory, place, scored)
 
 
 def _limits(say: Say, earlier: Limits | None = None) -> Limits | None:
@@ -136,5 +173,5 @@ def _row(plan: Plan, case: Case, work: ModelWork, server: ServerResult, peers: l
     experts = work.expected_experts(case.size) if counted is None else counted
     context = plan.prompt_tokens + plan.new_tokens / 2
     whole = work.decode(case.size, context, experts, plan.rank if case.adapters else 0)
-    step = work.native_step(context, experts) if case == Case(DECODE, 1) else None
+    step = None if case.adapters else work.native_step(case.size, context, experts)
     return Row(case, ours, whole, experts, counted is not None, theirs, step, problem)

@@ -14,6 +14,7 @@ import numpy as np
 from kt_runtime.bench.serve.adapters import load_adapters
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
 from kt_runtime.bench.serve.rows import Measured, TokenTime
+from kt_runtime.bench.serve.scores import PROMPTS, Scores, served_scores
 from kt_runtime.bench.serve.streams import Stream, decode, generate_body, tokens_per_s
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
@@ -42,7 +43,7 @@ Measurements = dict[Case, tuple[Measured, Transcript]]
 class ServerResult:
     """`status`: of GET /kt/status before the first case. `measured`: the cases with at least one run. `problems`: why a
     case has fewer runs than planned, or none. `device_bytes`: what the server took of the device's memory; 0: unknown.
-    `last_status`: as `status`, after the last case.
+    `last_status`: as `status`, after the last case. `scores`: of the base, of a few prompts.
     """
 
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class ServerResult:
     problems: dict[Case, str] = field(default_factory=dict)
     device_bytes: int = 0
     last_status: Mapping[str, Any] = field(default_factory=dict)
+    scores: Scores = field(default_factory=Scores)
 
     @property
     def step(self) -> str:
@@ -118,12 +120,20 @@ class ServerSide:
         with self._started(model, directory) as started:
             api = ServerAPI(started.url, timeout_s=TIMEOUT_S)
             self.result.status = self._status(api)
+            if self._repeated is None:
+                self.result.scores = served_scores(api, self._scored_prompts())
             for case in self._measured_cases():
                 if case.adapters and not self._adapters:
                     self._load_adapters(api, directory)
                 self._measure(api, case)
             self.result.device_bytes, self.result.last_status = before - self._free_bytes(), self._status(api)
         return self.result
+
+    def _scored_prompts(self) -> list[list[int]]:
+        """From a seed of their own, so that the cases' prompts stay those of earlier reports."""
+        shape, random = (PROMPTS, self._plan.prompt_tokens), np.random.default_rng(2)
+        prompts: list[list[int]] = random.integers(FIRST_TOKEN, int(self._config["vocab_size"]), shape).tolist()
+        return prompts
 
     def _started(self, model: Path, directory: Path) -> AbstractContextManager[ServerAPI]:
         return server(str(model), self._options(directory), directory / "server.log")
@@ -185,17 +195,22 @@ class ServerSide:
             prompts, before = self._prompts(case, number), self._status(api)
             streams = self._streams(api, case, prompts, self._plan.new_tokens)
             if (common := tokens_per_s(streams)) is not None:
-                token_time = self._token_time(before, self._status(api)) if case.size == 1 else None
+                token_time = None if case.adapters else self._token_time(case, before, self._status(api))
                 return Run(common, prompts, [stream.answer for stream in streams], token_time)
             self._say(f"{case}: the streams hardly decoded at the same time")
         return None
 
-    def _token_time(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> TokenTime | None:
-        """Of the one stream that decoded between two answers of GET /kt/status. None if the native step did not compute
-        all tokens but the first, which is the prompt's."""
-        names = ("step_decode_batches", "step_decode_seconds", "sampling_decode_seconds")
-        batches, step, sampling = (after.get(name, 0) - before.get(name, 0) for name in names)
-        return TokenTime(step / batches, sampling / batches) if batches == self._plan.new_tokens - 1 else None
+    def _token_time(self, case: Case, before: Mapping[str, Any], after: Mapping[str, Any]) -> TokenTime | None:
+        """Of the streams that decoded between two answers of GET /kt/status. None if the native step did not compute
+        all tokens but each stream's first, which is the prompt's.
+
+        Where streams began one after the other, a few batches hold fewer of them. Their seconds are counted as if a
+        token took as long in all batches, which overstates a full batch's time."""
+        names = ("step_decode_tokens", "step_decode_seconds", "head_decode_seconds", "sampling_decode_seconds")
+        tokens, *seconds = (after.get(name, 0) - before.get(name, 0) for name in names)
+        if tokens != case.size * (self._plan.new_tokens - 1):
+            return None
+        return TokenTime(*(case.size * each / tokens for each in seconds))
 
     def _warm_up(self, api: ServerAPI, case: Case) -> None:
         prompts = self._random_prompts(case)

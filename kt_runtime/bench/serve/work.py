@@ -64,10 +64,10 @@ class ModelWork:
         cached = streams * context * self.kv_token_bytes
         return Work(self._weight_bytes(experts) + cached + adapters * self.dtype_bytes, operations)
 
-    def native_step(self, context: float, experts: float) -> Work:
-        """`decode` of one stream without the head, which the native step leaves to SGLang's modules."""
-        whole = self.decode(1, context, experts)
-        operations = whole.operations | {"bf16": whole.operations["bf16"] - 2.0 * self.head_parameters}
+    def native_step(self, streams: int, context: float, experts: float) -> Work:
+        """`decode` without the head, which the native step leaves to SGLang's modules."""
+        whole = self.decode(streams, context, experts)
+        operations = whole.operations | {"bf16": whole.operations["bf16"] - 2.0 * streams * self.head_parameters}
         return Work(whole.weight_bytes - self.head_parameters * self.dtype_bytes, operations)
 
     def _weight_bytes(self, experts: float) -> float:
@@ -99,7 +99,7 @@ def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
         top_k=family.num_experts_per_tok(config),
         expert_bytes=layer_bytes(config, held) / num_experts,
         expert_parameters=3 * hidden * intermediate,
-        expert_path="int8" if held.encoding.startswith("int") else "bf16",
+        expert_path="bf16" if held.encoding in ("bf16", "fp8_e4m3") else "int8",
         kv_token_bytes=cached_numbers_per_token(config) * DTYPE_BYTES[dtype],
         expanded_pair_ops=expanded,
         absorbed_pair_ops=absorbed,

@@ -24,6 +24,7 @@ Recorded = Callable[[dict[str, Any]], Measurement]
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
 QUICK = ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4")
 PEERS = ["SGLang without the step", "Hugging Face", "llama.cpp"]
+LOGPROB_TOLERANCE = 3e-5  # of float32: 3e-6 was measured
 ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "step", "peers", "problem"}
 
 
@@ -48,17 +49,19 @@ def test_there_is_a_row_for_each_case(result: tuple[dict[str, Any], str]) -> Non
         assert row["limit_share"] == pytest.approx(row["tokens_per_s"] / row["limit_tokens_per_s"])
 
 
-def test_the_native_step_is_timed_for_one_stream_of_the_base(result: tuple[dict[str, Any], str]) -> None:
+def test_the_native_step_is_timed_for_streams_of_the_base(result: tuple[dict[str, Any], str]) -> None:
     assert result[0]["serving"]["step"] == "running"
     for row in result[0]["rows"]:
-        is_timed = (row["case"], row.get("streams"), row["adapters"]) == ("decode", 1, False)
+        is_timed = (row["case"], row["adapters"]) == ("decode", False)
         assert (row["step"] is not None) == is_timed
         if is_timed:
             step = row["step"]
             assert 0 < step["ms_best"] <= step["ms"] and step["sampling_ms"] > 0
             assert step["limit_share"] == pytest.approx(step["limit_ms"] / step["ms"])
-            whole_ms = [1e3 / rate for rate in row["tokens_per_s_runs"]]
-            parts_ms = zip(step["ms_runs"], step["sampling_ms_runs"], step["rest_ms_runs"], strict=True)
+            assert step["head_ms"] > 0 and step["peers"].keys() == row["peers"].keys()
+            whole_ms = [1e3 * row["streams"] / rate for rate in row["tokens_per_s_runs"]]
+            names = ("ms_runs", "head_ms_runs", "sampling_ms_runs", "rest_ms_runs")
+            parts_ms = zip(*(step[name] for name in names), strict=True)
             assert list(map(sum, parts_ms)) == pytest.approx(whole_ms)
 
 
@@ -76,6 +79,31 @@ def test_peers_compute_the_base_s_cases_on_the_same_tokens(result: tuple[dict[st
         assert row["peers"].keys() == {"sglang_no_step"} | others
         assert all(share > 0.95 for share in row["same_tokens"].values())
         assert all(rate > 0 for rate in row["peers"].values())
+
+
+def test_log_probabilities_are_hugging_face_s(result: tuple[dict[str, Any], str]) -> None:
+    found = result[0]["logprobs"]
+    assert found["format"] is None and found["peers"]["llama_cpp"] is None
+    hugging_face = found["peers"]["hugging_face"]
+    print(f"of log-probabilities: {hugging_face}")
+    assert hugging_face["tokens"] == 4 * 127 and hugging_face["largest"] <= LOGPROB_TOLERANCE
+
+
+def test_one_gguf_file_is_served_and_given_to_llama_cpp(bench_output: BenchOutput, tmp_path: Path) -> None:
+    """Without llama.cpp here, its row says so. The directory that stands for the file has gone at the end."""
+    choice = ("--quick", "--model", "tiny-olmoe", "--gguf", "Q4_K_M", "--no-sglang", "--no-adapters", "--prefill", "64")
+    sizes = ("--streams", "1", "--streams", "2", "--peer", sys.executable, "--json", str(tmp_path / "result.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        printed, said = bench_output("serve", *choice, *sizes)
+    report = json.loads((tmp_path / "result.json").read_text())
+    file = report["serving"]["gguf"]
+    assert file["mix"] == "Q4_K_M" and file["types"].keys() == {"F32", "Q5_0", "Q8_0"} and file["bytes"] > 1e6
+    assert report["peers"].keys() == {"llama_cpp"}
+    assert report["logprobs"] == {"peers": {"llama_cpp": None}, "format": None}
+    assert len(report["rows"]) == 3 and all(row["tokens_per_s"] > 0 for row in report["rows"])
+    assert "tiny-olmoe in Q4_K_M (GGUF)" in printed and "the GGUF file in Q4_K_M" in said
+    assert not list((tmp_path / "cache").rglob("config.json"))
 
 
 def test_distinct_experts_are_counted(result: tuple[dict[str, Any], str]) -> None:

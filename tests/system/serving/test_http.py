@@ -31,6 +31,7 @@ from kt_runtime.wire import ResidentClient
 from kt_runtime.wire.messages import LoraSettings
 
 KEY = "integration-test-key-0123456789"
+CLIENTS_KEY = "the-key-of-a-team-of-clients"
 START_SECONDS = 600.0
 PROMPT: dict[str, Any] = {"input_ids": [5, 6, 7, 8]}
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -75,7 +76,8 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="kt-http-") as directory:
         command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", str(place / "model")]
         command += ["--host", host, "--port", str(port), "--runtime-dir", directory, "--dtype", "float32"]
-        command += ["--allow-no-key"] if key is None else []
+        (place / "clients.toml").write_text(f'[team]\nkey = "{CLIENTS_KEY}"\nrequests_at_once = 1\n')
+        command += ["--allow-no-key"] if key is None else ["--client-keys", str(place / "clients.toml")]
         command += [
             "--adapter-dir",
             str(place / "adapters"),
@@ -185,6 +187,23 @@ class TestBehindAKey:
                     answer = keyed.http.request(method, path, headers=headers)
                     assert answer.status_code == 401, f"{method} {path}"
         assert keyed.http.get("/health", headers={"Authorization": ""}).status_code == 200
+
+    def test_a_client_s_key_has_its_limits_and_changes_nothing(self, keyed: Server) -> None:
+        """While its stream goes on, its next request is refused, and the server's own key is answered."""
+        headers = {"Authorization": f"Bearer {CLIENTS_KEY}"}
+        body = {**PROMPT, "sampling_params": GREEDY}
+        expected = keyed.tokens()
+        long = {**PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 2000}, "stream": True}
+        with keyed.http.stream("POST", "/generate", json=long, headers=headers) as stream:
+            assert stream.status_code == 200
+            refused = keyed.post("/generate", body, headers=headers)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert "1 requests of the client 'team' are under way" in refused.json()["error"]["message"]
+            assert keyed.tokens() == expected
+        until(lambda: keyed.post("/generate", body, headers=headers).status_code == 200)
+        answer = keyed.http.delete("/kt/adapters/none", headers=headers)
+        assert answer.status_code == 403 and "only the server's own key" in answer.text
+        assert CLIENTS_KEY not in keyed.full_log.read_text(errors="replace")
 
     def test_routes_that_would_change_the_base_are_refused_with_the_key(self, keyed: Server) -> None:
         for path in ("/update_weights_from_tensor", "/update_weights_from_disk", "/load_lora_adapter_from_tensors"):

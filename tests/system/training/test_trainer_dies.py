@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from kt_runtime.wire.messages import ErrorReply, LoraSettings
 TRAINER = textwrap.dedent(
     """
     import sys
+    import threading
     import time
     import numpy as np
     from kt_runtime.wire import Batch, ResidentClient
@@ -42,6 +43,14 @@ TRAINER = textwrap.dedent(
     elif call == "optim_step":
         client.forward_backward("doomed", batch)
         client.submit(messages.OptimStep(request_id="step", session="doomed", learning_rate=0.01))
+    elif call == "create_session":
+        client.create_session("other", messages.LoraSettings(rank=4, alpha=8, seed=2))
+    elif call == "forward":
+        threading.Thread(target=client.forward, args=("doomed", batch), daemon=True).start()
+    elif call == "publish":
+        client.submit(messages.Publish(request_id="publish", session="doomed", name="doomed"))
+    elif call == "load":
+        client.submit(messages.Load(request_id="load", session="doomed", path=path.replace("second", "good")))
     else:
         client.submit(messages.Save(request_id="save", session="doomed", path=path))
     time.sleep(0.5)  # ZMQ sends on a thread of its own
@@ -65,9 +74,19 @@ def client(api: ServerAPI) -> Iterator[ResidentClient]:
         yield opened
 
 
+PROMPT = {"input_ids": [5, 6, 7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+
+
 def answer(api: ServerAPI) -> list[int]:
-    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
-    return api.post("/generate", body)["output_ids"]
+    tokens: list[int] = api.post("/generate", PROMPT)["output_ids"]
+    return tokens
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true"
+        time.sleep(0.05)
 
 
 def batch() -> Batch:
@@ -75,7 +94,10 @@ def batch() -> Batch:
     return Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
 
 
-@pytest.mark.parametrize("call", ["forward_backward", "optim_step", "save"])
+CALLS = ["create_session", "forward", "forward_backward", "optim_step", "publish", "save", "load"]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_serving_continues_and_the_last_saved_state_loads(
     api: ServerAPI, client: ResidentClient, tmp_path: Path, call: str
 ) -> None:
@@ -108,6 +130,12 @@ def test_serving_continues_and_the_last_saved_state_loads(
         assert client.forward("doomed", batch()).loss == loss
     assert [entry.name for entry in visible_entries(tmp_path)] == ["good", "second"] if call == "save" else ["good"]
     client.close_session("doomed")
+    if call == "create_session":  # what a trainer has left another one closes
+        client.close_session("other")
+    if call == "publish":
+        wait_until(lambda: "doomed" in [entry["name"] for entry in api.get("/kt/adapters")["adapters"]])
+        assert api.post("/generate", {**PROMPT, "lora_path": "doomed"})["output_ids"]
+        api.delete("/kt/adapters/doomed")
     assert client.status().sessions == []
 
 

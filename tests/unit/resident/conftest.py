@@ -267,7 +267,7 @@ class FakeHost:
         moves=1,
         moved_bytes=10,
     )
-    decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
+    decoded = Decoded(step_batches=3, step_tokens=5, step_seconds=0.25, head_seconds=0.5, sampling_seconds=0.125)
 
     def __init__(
         self,

@@ -276,7 +276,8 @@ def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any
     assert sum(status.expert_node_bytes) == status.expert_bytes and status.expert_placement == ""
     assert (status.step, status.step_exceptions) == (host.step, ["it has an adapter"])
     assert (status.exact, status.not_exact) == (False, host.not_exact)
-    assert (status.step_decode_batches, status.step_decode_seconds, status.sampling_decode_seconds) == (3, 0.25, 0.125)
+    assert (status.step_decode_batches, status.step_decode_tokens, status.step_decode_seconds) == (3, 5, 0.25)
+    assert (status.head_decode_seconds, status.sampling_decode_seconds) == (0.5, 0.125)
 
 
 def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(

@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
-from kt_runtime.errors import CheckpointError
+from kt_runtime.bench.serve.quantized.mix import MIXES, type_of
+from kt_runtime.errors import CheckpointError, UnknownNameError
 from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import load_preset
+
+WIDE = (64, 512)
 
 
 def written(preset: str, place: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], gguf.GGUFReader]:
@@ -117,6 +121,54 @@ def test_keys_are_the_config_s(qwen: Any, deepseek: Any) -> None:
     assert key(reader, "deepseek2.rope.scaling.yarn_log_multiplier") == pytest.approx(
         0.1, rel=1e-7, abs=0
     )  # as float32
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_s_matrices_are_blocks_of_the_checkpoint_s_values(mix: str, qwen: Any, tmp_path: Path) -> None:
+    """Within half a step of the largest value of a block: 1 / 31 of it in five bits, 1 / 127 in eight."""
+    _, tensors, _ = qwen
+    model = make_model("tiny-qwen3-moe", tmp_path / "m")
+    write_gguf_model(model, tmp_path / "model.gguf", mix)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name == f"MOSTLY_{mix}"
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    wanted = {
+        "blk.1.attn_q.weight": tensors["model.layers.1.self_attn.q_proj.weight"],
+        "blk.2.ffn_up_exps.weight": torch.stack(
+            [tensors[f"model.layers.2.mlp.experts.{expert}.up_proj.weight"] for expert in range(8)]
+        ),
+    }
+    for name, values_wanted in wanted.items():
+        assert stored[name].tensor_type.name == ("Q8_0" if mix == "Q8_0" else "Q5_0")
+        found = gguf.quants.dequantize(np.array(stored[name].data), stored[name].tensor_type)
+        assert found.shape == values_wanted.shape
+        largest = np.abs(values_wanted.float().numpy()).max()
+        assert np.abs(found - values_wanted.float().numpy()).max() < largest / (100 if mix == "Q8_0" else 15)
+    assert all(stored[name].tensor_type.name == "F32" for name in ("output_norm.weight", "blk.0.ffn_gate_inp.weight"))
+
+
+def test_types_of_a_mix_are_those_that_llama_cpp_s_quantizer_chose() -> None:
+    """`llama_model_quantize` of llama-cpp-python 0.3.36 wrote files of these shapes in Q4_K_M."""
+    qwen = load_preset("tiny-qwen3-moe").config
+    nine = {**qwen, "num_hidden_layers": 9, "num_experts": 16}
+    with_more_bits = [
+        layer for layer in range(9) if type_of("Q4_K_M", f"blk.{layer}.attn_v.weight", WIDE, nine) == "Q6_K"
+    ]
+    assert with_more_bits == [0, 3, 6, 7, 8]
+    down = [type_of("Q4_K_M", f"blk.{layer}.ffn_down_exps.weight", WIDE, nine) for layer in range(9)]
+    assert [layer for layer, kind in enumerate(down) if kind == "Q6_K"] == with_more_bits
+    assert type_of("Q4_K_M", "blk.0.ffn_up_exps.weight", WIDE, nine) == "Q4_K"
+    assert type_of("Q4_K_M", "output.weight", WIDE, nine) == "Q6_K"
+    assert type_of("Q4_K_M", "token_embd.weight", WIDE, nine) == "Q4_K"
+    assert type_of("Q4_K_M", "token_embd.weight", WIDE, {**nine, "tie_word_embeddings": True}) == "Q6_K"
+    eight = {name: type_of("Q4_K_M", f"blk.1.attn_{name}.weight", WIDE, qwen) for name in ("q", "k", "v", "output")}
+    assert eight == {"q": "Q4_K", "k": "Q8_0", "v": "Q8_0", "output": "Q5_K"}
+    narrow = (64, 128)
+    found = [type_of("Q4_K_M", name, narrow, qwen) for name in ("token_embd.weight", "output.weight")]
+    assert found == ["Q5_0", "Q8_0"] and type_of("Q4_K_M", "blk.1.attn_output.weight", narrow, qwen) == "Q5_1"
+    assert type_of("Q8_0", "blk.1.attn_v.weight", WIDE, nine) == "Q8_0"
+    with pytest.raises(UnknownNameError, match=r"mix of a GGUF file 'Q4_K_S'.*Q8_0"):
+        type_of("Q4_K_S", "output.weight", WIDE, nine)
 
 
 def test_the_tokenizer_is_in_the_file(qwen: Any) -> None:

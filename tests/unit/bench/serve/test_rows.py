@@ -92,7 +92,7 @@ def test_a_step_reads_the_kv_of_all_streams_and_each_stream_s_adapter() -> None:
 
 def test_the_native_step_s_work_is_a_decode_step_without_the_head() -> None:
     work = model_work(QWEN, "bfloat16")
-    whole, step = work.decode(1, 100, 4.0), work.native_step(100, 4.0)
+    whole, step = work.decode(1, 100, 4.0), work.native_step(1, 100, 4.0)
     assert whole.weight_bytes - step.weight_bytes == 768 * 1024 * 2
     assert whole.operations["bf16"] - step.operations["bf16"] == 2 * 768 * 1024
 
@@ -133,18 +133,20 @@ def test_a_row_is_held_against_the_limit_by_its_median() -> None:
 
 
 def test_a_token_s_time_is_the_native_step_s_sampling_s_and_the_rest() -> None:
-    """Tokens of 10, 8 and 12.5 ms; the step takes 6, 5 and 10 ms of them, and 4 ms at the limit."""
-    times = [TokenTime(0.006, 0.001), TokenTime(0.005, 0.002), TokenTime(0.010, 0.0005)]
+    """Tokens of 10, 8 and 12.5 ms; the step takes 6, 5 and 10 ms of them, and 4 ms at the limit; a peer takes 16 ms."""
+    times = [TokenTime(0.006, 0.001, 0.001), TokenTime(0.005, 0.001, 0.002), TokenTime(0.010, 0.001, 0.0005)]
     measured = Measured([100.0, 125.0, 80.0], token_times=times)
     whole, work = Work(33e9 / 200, {"bf16": 1.0}), Work(33e9 / 250, {"bf16": 1.0})
-    step = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(LIMITS)["step"]
+    peers = {"llama_cpp": Measured([1000 / 16])}
+    step = Row(Case(DECODE, 1), measured, whole, step_work=work, peers=peers).as_json(LIMITS)["step"]
+    assert step["head_ms"] == same(1.0) and step["peers"] == {"llama_cpp": same(16 / 7)}
     assert (step["ms"], step["ms_best"], step["limit_ms"]) == same((6.0, 5.0, 4.0))
     assert (step["limit_share"], step["limit_share_best"]) == same((4 / 6, 4 / 5))
     assert step["sampling_ms"] == same(1.0) and step["sampling_ms_runs"] == same([1.0, 2.0, 0.5])
-    assert step["rest_ms"] == same(2.0) and step["rest_ms_runs"] == same([3.0, 1.0, 2.0])
+    assert step["rest_ms_runs"] == pytest.approx([2.0, 0.0, 1.0], rel=1e-13, abs=1e-14)
     assert step["ms_runs"] == same([6.0, 5.0, 10.0]) and step["limit"] == "dram"
     unknown = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(None)["step"]
-    assert unknown["limit_share"] is None and unknown["rest_ms"] == same(2.0)
+    assert unknown["limit_share"] is None and unknown["rest_ms"] == pytest.approx(1.0, rel=1e-13)
     assert Row(Case(DECODE, 1), Measured([100.0]), whole, step_work=work).as_json(LIMITS)["step"] is None
 
 
@@ -160,11 +162,11 @@ def test_a_case_that_was_not_measured_is_a_row_with_its_reason(capsys: pytest.Ca
     assert "not measured" in printed and "decode, 2 streams: 0 of 2 runs were measured" in printed
 
 
-def test_only_one_stream_of_the_base_has_its_step_timed() -> None:
+def test_the_base_s_streams_have_their_step_timed() -> None:
     work, server = model_work(QWEN, "bfloat16"), ServerResult({"step": "running"})
     for case, is_timed in (
         (Case(DECODE, 1), True),
-        (Case(DECODE, 2), False),
+        (Case(DECODE, 2), True),
         (Case(DECODE, 1, adapters=True), False),
         (Case(PREFILL, 8), False),
     ):
@@ -268,7 +270,9 @@ def printed_report(capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]
     """What people read, on one line."""
     limits = {"dram_bytes_per_s": 33e9, "bf16_flops": 1e12, "isa": "x", "threads": 2}
     serving = {"model": "m", "dtype": "bfloat16", "runs": 1, "prompt_tokens": 8, "new_tokens": 9, "rank": 16}
-    print_report({"machine": {"limits": limits}, "serving": serving, "peers": peers, "rows": rows})
+    logprobs = {"peers": {"llama_cpp": {"tokens": 9, "mean": 0.0251, "largest": 0.3}}, "format": None}
+    report = {"machine": {"limits": limits}, "serving": serving | {"gguf": None}, "peers": peers, "rows": rows}
+    print_report(report | {"logprobs": logprobs})
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -278,13 +282,16 @@ def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixtur
     ).as_json(LIMITS)
     peers = {"hugging_face": {"problem": "ended with signal 9"}, "llama_cpp": {"problem": None}}
     printed = printed_report(capsys, [row], peers)
-    for text in ("decode, 4 streams", "0.50 dram", "2.00x", "33.0 GB/s", "hugging_face: ended with signal 9"):
+    for text in ("decode, 4 streams", "0.50 dram", "2.00x", "33.0 GB/s", "0.025 in the mean, 0.3 at most, 9 tokens"):
         assert text in printed
+    assert "hugging_face: ended with signal 9" in printed and "the format" not in printed
 
 
 def test_people_read_what_the_native_step_takes_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     work = Work(33e9 / 250, {"bf16": 1.0})
-    measured = Measured([100.0], token_times=[TokenTime(0.005, 0.002)])
-    row = Row(Case(DECODE, 1), measured, work, step_work=work).as_json(LIMITS)
+    measured = Measured([100.0], token_times=[TokenTime(0.005, 0.001, 0.002)])
+    peers = {"llama_cpp": Measured([50.0])}
+    row = Row(Case(DECODE, 1), measured, work, step_work=work, peers=peers).as_json(LIMITS)
     printed = printed_report(capsys, [row], {})
-    assert "the native step takes 5.00 ms, 0.80 dram; sampling 2.00 ms; head, scheduling and HTTP 3.00 ms." in printed
+    assert "the native step takes 5.00 ms, 0.80 dram; head 1.00 ms; sampling 2.00 ms; scheduling and HTTP" in printed
+    assert "HTTP 2.00 ms. llama_cpp's time / step and head: 3.33." in printed

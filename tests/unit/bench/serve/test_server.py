@@ -32,12 +32,14 @@ def same(expected: list[float]) -> Any:
 
 
 class Servers:
-    """Takes the place of a server and its clients. A token takes 20 ms, the native step 15 ms of them, sampling 1 ms.
+    """Takes the place of a server and its clients. A token of one stream takes 20 ms: the native step 15 ms, the head 2
+    ms, sampling 1 ms. A batch of two takes as long.
 
     `options`: of each server that was started. `runs`, `prefilled`: prompts of the decoding runs without warm-ups, and
     of the prefills. `adapted`: whether a decoding run had adapters. Runs whose number (the first is 1) is in `apart`
     have streams one after the other; the server ends in run `dies_at`. `step`: state of the native step. `skipped`:
-    decode batches of a run that the step leaves to SGLang's modules. `start_error`: of the second server.
+    decode batches of a run that the step leaves to SGLang's modules. `start_error`: of the second server. `scored`:
+    prompts whose log-probabilities were asked for.
     """
 
     url = "http://127.0.0.1:9"
@@ -52,7 +54,8 @@ class Servers:
         self.skipped = 0
         self.dies_at: int | None = None
         self.start_error: Exception | None = None
-        self._batches = 0
+        self.scored: list[list[int]] = []
+        self._batches = self._tokens = 0
         self._is_running = False
 
     @contextmanager
@@ -70,11 +73,16 @@ class Servers:
     def get(self, path: str) -> dict[str, Any]:
         assert path == "/kt/status"
         status: dict[str, Any] = {"step": self._state(), "sglang_version": "0.5.23", "dtype": "bfloat16"}
-        status |= {"step_decode_batches": self._batches, "step_decode_seconds": 0.015 * self._batches}
+        status |= {"step_decode_tokens": self._tokens, "step_decode_seconds": 0.015 * self._batches}
+        status |= {"head_decode_seconds": 0.002 * self._batches}
         return status | {"sampling_decode_seconds": 0.001 * self._batches}
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         assert path == "/generate"
+        if body.get("return_logprob"):
+            self.scored.append(body["input_ids"])
+            logprobs = [[None if at == 0 else -0.5 * at, token, None] for at, token in enumerate(body["input_ids"])]
+            return {"meta_info": {"input_token_logprobs": logprobs}}
         self.prefilled.append(body["input_ids"])
         return {"meta_info": {"cached_tokens": 0}, "output_ids": [7]}
 
@@ -90,6 +98,7 @@ class Servers:
             raise ServerUnreachableError("the server has ended")
         if self._state() == "running" and not any(adapters):
             self._batches += new_tokens - 1 - self.skipped
+            self._tokens += len(prompts) * (new_tokens - 1 - self.skipped)
         return [
             Stream([(gap * number + 0.02 * at, 1 + at) for at in range(new_tokens)], [prompt[0]] * new_tokens)
             for number, prompt in enumerate(prompts)
@@ -162,14 +171,27 @@ def test_the_runs_before_such_streams_are_kept(servers: Servers, first: ServerSi
     assert found.problems == {TWO: f"1 of 2 runs were measured: {REASON}"}
 
 
-def test_the_step_is_timed_where_it_computes_every_token_of_one_stream(
+def test_the_step_is_timed_where_it_computes_every_token_of_the_base(
     servers: Servers, first: ServerSide, tmp_path: Path
 ) -> None:
     found = first.measure(tmp_path, tmp_path)
-    times = found.measured[ONE][0].token_times
-    assert [each.step for each in times] == same([0.015, 0.015])
-    assert [each.sampling for each in times] == same([0.001, 0.001])
-    assert all(measured.token_times == [] for case, (measured, _) in found.measured.items() if case != ONE)
+    for case in (ONE, TWO):
+        times = found.measured[case][0].token_times
+        assert [each.step for each in times] == same([0.015, 0.015])
+        assert [each.head for each in times] == same([0.002, 0.002])
+        assert [each.sampling for each in times] == same([0.001, 0.001])
+    assert all(measured.token_times == [] for case, (measured, _) in found.measured.items() if case not in (ONE, TWO))
+
+
+def test_the_first_server_is_asked_for_log_probabilities_of_prompts_that_no_case_has(
+    servers: Servers, first: ServerSide, tmp_path: Path
+) -> None:
+    found = first.measure(tmp_path, tmp_path)
+    assert found.scores.prompts == servers.scored and len(servers.scored) == 4
+    assert found.scores.logprobs == [[-0.5, -1.0, -1.5]] * 4
+    assert not {tuple(prompt) for prompt in servers.scored} & {tuple(prompt) for prompt in servers.prefilled}
+    NoStep(lambda _: None).measure(first, tmp_path, tmp_path / "no-step")
+    assert len(servers.scored) == 4
 
 
 @pytest.mark.parametrize(("step", "skipped"), [("running", 1), ("the family has no table", 0)])

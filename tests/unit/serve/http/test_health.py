@@ -41,7 +41,7 @@ async def ask(health: SharedHealth, path: str = "/health", method: str = "GET") 
 def run(test: Callable[[Model, SharedHealth, list[float]], Any]) -> None:
     async def started() -> None:
         model, now = Model(), [100.0]
-        await test(model, SharedHealth(model, seconds=5.0, clock=lambda: now[0]), now)
+        await test(model, SharedHealth(model, seconds=5.0, clock=lambda: now[0], wall=lambda: now[0]), now)
 
     asyncio.run(started())
 
@@ -61,6 +61,25 @@ def test_all_who_ask_at_once_and_soon_after_share_one_answer() -> None:
         assert await ask(health) == (200, b"") and model.asked == 2
 
     run(test)
+
+
+@pytest.mark.parametrize("jump_s", [1e9, -1e9])
+def test_a_question_during_which_the_wall_clock_jumps_is_asked_again(jump_s: float) -> None:
+    """SGLang's own wait, which has no end when the clock is set back, is dropped."""
+
+    async def test() -> None:
+        model, wall = Model(), [1e9]
+        health = SharedHealth(model, clock=lambda: 100.0, wall=lambda: wall[0])
+        asking = [asyncio.create_task(ask(health)) for _ in range(3)]
+        while not model.asked:
+            await asyncio.sleep(0)
+        wall[0] += jump_s
+        while model.asked == 1:
+            await asyncio.sleep(0.01)
+        model.answers.set()
+        assert set(await asyncio.gather(*asking)) == {(200, b"")} and model.asked == 2
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("status", [503, 500])

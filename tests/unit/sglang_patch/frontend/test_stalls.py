@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.now, self.last_receive_tstamp, self.waiting = 1000.0, 990.0, 0
+        self.now, self.heard_at, self.waiting = 1000.0, 990.0, 0
         self.looks: dict[int, Look | None] = {pid: Look(False, 5.0) for pid in (SCHEDULER, DETOKENIZER)}
         self.probes: list[asyncio.Future[None]] = []
         self.ended: list[Exception] = []
@@ -88,7 +88,7 @@ def test_any_message_shows_that_the_engine_works(engine: Engine) -> None:
     engine.waiting = 1
     for _ in range(10):
         assert engine.after(HUNG_SECONDS - 1) == ""
-        engine.last_receive_tstamp = engine.now + 0.1
+        engine.heard_at = engine.now + 0.1
     assert not engine.ended
 
 
@@ -107,7 +107,7 @@ def test_requests_end_once_with_the_reason_and_a_message_ends_the_stall(engine: 
     assert isinstance(error, EngineStalled) and "compute nothing" in str(error)
     engine.waiting = 0
     assert engine.after(30) != "" and len(engine.ended) == 1
-    engine.last_receive_tstamp = engine.now + 0.1
+    engine.heard_at = engine.now + 0.1
     assert engine.after(POLL_SECONDS) == ""
     engine.waiting = 1
     assert engine.after(HUNG_SECONDS + GRACE_SECONDS) != "" and len(engine.ended) == 2
@@ -120,7 +120,7 @@ def test_a_stopped_process_is_a_stall_also_while_nobody_waits_and_another_comput
     why = engine.after(POLL_SECONDS, main_share=1.0 if pid == DETOKENIZER else 0.0)
     assert why == f"the {'scheduler' if pid == SCHEDULER else 'detokenizer'} (process {pid}) is stopped by a signal"
     engine.looks[pid] = Look(False, 5.0)
-    engine.last_receive_tstamp = engine.now + 0.1
+    engine.heard_at = engine.now + 0.1
     assert engine.after(POLL_SECONDS) == ""
 
 

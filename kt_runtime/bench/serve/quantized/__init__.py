@@ -1,0 +1,1 @@
+"""One quantized GGUF file that the server and llama.cpp both read."""
