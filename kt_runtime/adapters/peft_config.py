@@ -92,8 +92,8 @@ def parse_config(
 ) -> PeftSettings:
     """Raises AdapterError, beginning with `where`, naming the key that can't be honoured.
 
-    `fused`: fused parameters that may be adapted (`fused.parameters.parameters_of`). The rank of gate and up in one may be
-    twice `max_rank`.
+    `fused`: fused parameters that may be adapted (`fused.parameters.parameters_of`). The rank of gate and up in one may
+    be twice `max_rank`.
     """
     config = _decode(bytes(data), where)
     for key, value in config.items():

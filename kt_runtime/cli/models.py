@@ -14,7 +14,6 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
-from kt_runtime.experts.formats import CHECKPOINT_FORMATS
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
 from kt_runtime.serve.memory.server import plan_server, with_lora_rank
@@ -90,6 +89,8 @@ def families_command(as_json: bool) -> None:
 @json_option
 def formats_command(as_json: bool) -> None:
     """The formats of routed experts: each is served and trained on as it is stored (docs/formats.md)."""
+    from kt_runtime.experts.formats import CHECKPOINT_FORMATS  # with torch
+
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in CHECKPOINT_FORMATS], indent=2))
         return

@@ -41,6 +41,7 @@ CHECKPOINT_FORMATS = (
     CheckpointFormat(f"{_COMPRESSED} mxfp4-pack-quantized", "e2m1, an exponent for 32", "mxfp4_g32"),
     CheckpointFormat(f"{_COMPRESSED} mxfp8-quantized", "e4m3, an exponent for 32", "mxfp8_g32"),
     CheckpointFormat("modelopt NVFP4", "e2m1, an e4m3 scale for 16", "nvfp4_g16"),
+    CheckpointFormat("mxfp4", "e2m1, an exponent for 32, fused (gpt-oss)", "mxfp4_g32"),
     CheckpointFormat("mxfp8", "e4m3, an exponent for 32", "mxfp8_g32"),
     CheckpointFormat("gptq", "int4 or int8, by group or row", "int4_gG, int8_gG"),
     CheckpointFormat("awq", "int4 by group, zero points", "int4_gG_zp"),

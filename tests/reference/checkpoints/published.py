@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import mxfp4
+from reference.checkpoints import mxfp4
 from reference.quantized import SCHEMES
 from safetensors.torch import save_file
 

@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from reference import moe, mxfp4
+from reference import moe
+from reference.checkpoints import mxfp4
 from reference.expert_problems import per_expert_tensors, present
 from safetensors.torch import save_file
 from torch import Tensor
@@ -159,7 +160,7 @@ def test_mxfp4_experts_are_what_transformers_dequantizes(size: tuple[int, int], 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("scale", r"exponent 255 \(allowed: 0 to 226, below 1e30\)"),
+        ("scale", r"_scales' holds a scale that is NaN at element"),
         ("shape", r"down_proj_blocks' has shape \[3, 64, 3, 8\], expected \[3, 64, 3, 16\]"),
         ("dtype", r"gate_up_proj_scales' has dtype I8, expected U8"),
         ("missing", r"gate_up_proj_bias"),

@@ -534,10 +534,16 @@ class Lab:
         """The hash of the twin's weights as they are now."""
         return hash_weights(self.twin.views(), self.host.experts)
 
-    def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
+    def plain_loss(
+        self,
+        session: Session,
+        values: Mapping[str, torch.Tensor],
+        batch: TrainingBatch,
+        model: torch.nn.Module | None = None,
+    ) -> torch.Tensor:
         """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""
         total, start = torch.zeros(()), 0
-        for logits in self.plain_logits(session, values, batch):
+        for logits in self.plain_logits(session, values, batch, model):
             part = slice(start, start + len(logits))
             logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(batch.targets[part].astype("int64"))[:, None])
             total = total - (logprobs[:, 0] * torch.from_numpy(batch.weights[part])).sum()
@@ -545,13 +551,18 @@ class Lab:
         return total
 
     def plain_logits(
-        self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch
+        self,
+        session: Session,
+        values: Mapping[str, torch.Tensor],
+        batch: TrainingBatch,
+        model: torch.nn.Module | None = None,
     ) -> list[torch.Tensor]:
-        """[tokens, V] of each sequence, computed alone by that model."""
-        weights = merged_weights(self.host.hf, session.modules, values, session.settings.alpha / session.settings.rank)
+        """[tokens, V] of each sequence, computed alone by that model, or by its copy `model`."""
+        model = self.host.hf if model is None else model
+        weights = merged_weights(model, session.modules, values, session.settings.alpha / session.settings.rank)
         sequences = np.split(batch.tokens.astype("int64"), np.cumsum(batch.lengths)[:-1])
         return [
-            torch.func.functional_call(self.host.hf, weights, (torch.from_numpy(tokens)[None],)).logits[0]
+            torch.func.functional_call(model, weights, (torch.from_numpy(tokens)[None],)).logits[0]
             for tokens in sequences
         ]
 

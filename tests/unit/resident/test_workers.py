@@ -103,17 +103,21 @@ def test_results_and_errors_are_taken_once_they_are_told(make_bench: Callable[..
 
 def test_so_many_run_at_once_and_the_others_wait_for_them(make_bench: Callable[..., Bench]) -> None:
     bench, gates, most, lock = make_bench(num_threads=2), threading.Event(), [0, 0], threading.Lock()
+    both = threading.Event()
 
     def work() -> None:
         with lock:
             most[0] += 1
             most[1] = max(most)
+            if most[0] == 2:
+                both.set()
         assert gates.wait(30)
         with lock:
             most[0] -= 1
 
     for key in "abcdef":
         bench.workers.begin(key, key, work)
+    assert both.wait(30)
     gates.set()
     assert {bench.next_ended()[0] for _ in range(6)} == set("abcdef")
     assert most == [0, 2]

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import lora, mxfp4
+from reference import lora
+from reference.checkpoints import mxfp4
 from reference.checkpoints.transformers_checkpoint import build, save
 from reference.delta_net import hugging_face_in_float64
 from reference.families import PRESETS

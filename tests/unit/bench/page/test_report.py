@@ -117,7 +117,10 @@ def test_a_report_of_serving_without_the_newer_fields_is_read() -> None:
     [
         ("{", "report.json: Expecting"),
         ("[]", "holds no JSON object"),
-        ('{"rows": []}', "has the fields rows; .* one of loads, training, rl, interfere, swap, serving, cache, gpu, publish"),
+        (
+            '{"rows": []}',
+            "has the fields rows; .* of loads, training, rl, interfere, swap, serving, cache, gpu, publish",
+        ),
         ('{"training": {}, "rows": []}', "bench training`: lacks the field 'sequences'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ RELATIVE_ERROR = 1e-5  # of a gradient's norm
 
 
 def gradients(lab: Any, batch: TrainingBatch) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A session, its parameters' gradients, and those that autograd finds in Hugging Face's model."""
+    """A session, its parameters' gradients, and those that autograd finds in Hugging Face's model in float64."""
     session = lab.session()
-    values = {name: parameter.detach().clone().requires_grad_() for name, parameter in session.parameters.items()}
+    values = {name: parameter.detach().double().requires_grad_() for name, parameter in session.parameters.items()}
+    exact = copy.deepcopy(lab.host.hf).double()
+    exact.config._experts_implementation = "eager"  # the others have no float64
     with hugging_face_in_float64():
-        loss = lab.plain_loss(session, values, batch)
+        loss = lab.plain_loss(session, values, batch, exact)
     found = lab.forward_backward(session, batch)
-    assert found.loss == pytest.approx(float(loss), rel=1e-5)
-    expected = torch.autograd.grad(loss, list(values.values()))
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    expected = [gradient.float() for gradient in torch.autograd.grad(loss, list(values.values()))]
     return session, dict(session.gradient), dict(zip(values, expected, strict=True))
 
 
