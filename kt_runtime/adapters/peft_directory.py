@@ -86,7 +86,7 @@ def read_peft_directory(
             directory.read(CONFIG_FILE, MAX_CONFIG_BYTES),
             max_rank,
             str(directory.path / CONFIG_FILE),
-            parameters_of(family) if family.adapts_fused_experts else (),
+            parameters_of(family) if family.peft_experts == "fused" else (),
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
@@ -108,7 +108,7 @@ def read_peft_directory(
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
     """Those of PEFT's fused form, without prefix, where the family's files have it."""
     names = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
-    return {key: tensor for key, tensor in names.items() if family.adapts_fused_experts and is_fused(key)}
+    return {key: tensor for key, tensor in names.items() if family.peft_experts == "fused" and is_fused(key)}
 
 
 def _one_alpha(parts: list[Part], settings: PeftSettings) -> float | None:
@@ -162,7 +162,7 @@ def write_peft_directory(
     check_adapter(completed, family, config, max_rank, str(path))
     flat, parameters = dict(completed.tensors), _dense_parameters(completed, family, config)
     doubled: list[str] = []
-    if fuses_experts and family.adapts_fused_experts:
+    if fuses_experts and family.peft_experts == "fused":
         flat = fused_tensors(completed, family, config)
         parameters += adapted_parameters(completed, family)
         doubled = [name for name in parameters if name.endswith(BOTH)]
@@ -191,7 +191,7 @@ def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[s
     Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
     where PEFT does not fuse experts: it then finds all linears by `target_modules`.
     """
-    if config.get("model_type") in family.foreign_model_types or not family.peft_fuses_experts:
+    if config.get("model_type") in family.foreign_model_types or family.peft_experts == "none":
         return []
     dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
     return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})

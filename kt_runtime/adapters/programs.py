@@ -60,7 +60,7 @@ def readers(directory: Path, config: Mapping[str, Any]) -> list[Reader]:
 
 
 def _servers(sizes: Mapping[str, int], total: int, family: Family) -> list[Reader]:
-    fused = sum(size for name, size in sizes.items() if family.adapts_fused_experts and name.endswith(_FUSED))
+    fused = sum(size for name, size in sizes.items() if family.peft_experts == "fused" and name.endswith(_FUSED))
     if not fused:
         return [Reader("kt-runtime and SGLang 0.5.23", total, total)]
     remark = "SGLang alone knows a pair for each expert only, which `adapter export --format sglang` writes"
@@ -73,10 +73,10 @@ def _peft(
     program = "PEFT 0.21 with transformers 5 (PeftModel.from_pretrained)"
     if config.get("model_type") in family.foreign_model_types:
         return Reader("PEFT 0.21 with the checkpoint's own modules (trust_remote_code=True)", total, total)
-    if family.adapts_fused_experts and (single := {name for name in sizes if _EXPERT.search(name)}):
+    if family.peft_experts == "fused" and (single := {name for name in sizes if _EXPERT.search(name)}):
         remark = "it has the family's experts fused, and drops a pair for each; `--format peft` writes them fused"
         return Reader(program, total - sum(sizes[name] for name in single), total, remark)
-    if not family.peft_fuses_experts:
+    if family.peft_experts == "none":
         return _peft_without_experts(sizes, total, program, family, config)
     named = tuple(f".{name}" for name in settings.get("target_parameters") or ())
     dense = {module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)}

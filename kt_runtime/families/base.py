@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import naming
@@ -123,10 +123,9 @@ class Family(ABC):
     fuses_experts: bool = False
     """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers: in
     `gate_up_proj` and `down_proj`."""
-    adapts_fused_experts: bool = False
-    """Whether PEFT 0.21 knows the routed experts only as transformers' fused parameters, `mlp.experts.gate_up_proj`."""
-    peft_fuses_experts: bool = True
-    """Whether PEFT 0.21 fuses a file's pairs of single experts for transformers' fused experts of this family."""
+    peft_experts: Literal["pairs", "fused", "none"] = "pairs"
+    """How PEFT 0.21 reads LoRA on routed experts, which transformers has fused: it fuses a pair for each expert of a file;
+    or it knows the fused parameters only, `mlp.experts.gate_up_proj`; or neither, and drops the pairs."""
     mlp_name: str = "mlp"
     """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
     shared_name: str = "shared_experts"

@@ -162,9 +162,8 @@ class Quantization:
         Raises CheckpointError as `stored`.
         """
         if self.method == FUSED_MXFP4:
-            groups = self.num_groups(cols)
-            codes = StoredTensor(("U8",), (experts, rows, groups, MX_GROUP // 2))
-            return {"_blocks": codes, "_scales": StoredTensor(("U8",), (experts, rows, groups))}
+            single = self.stored((rows, cols)).items()
+            return {f"_{name}": StoredTensor(one.dtypes, (experts, *one.shape)) for name, one in single}
         if self.method != "fp8":
             return None
         codes, scales = self.stored((rows, cols)).values()
@@ -402,8 +401,8 @@ def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTenso
 
 
 def _stored_mxfp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
-    """No checkpoint has single matrices so; the names say what would be missing."""
-    groups = ceil(cols / MX_GROUP)
+    """Of one expert; checkpoints have all of a layer in one tensor (`stored_fused`)."""
+    groups = q.num_groups(cols)
     codes = StoredTensor(("U8",), (rows, groups, MX_GROUP // 2))
     return {"blocks": codes, "scales": StoredTensor(("U8",), (rows, groups))}
 

@@ -22,9 +22,9 @@ from kt_runtime.serve.memory.plan import (
     plan_memory,
 )
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
-from kt_runtime.serve.options.parsers import last_value
 from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS
 from kt_runtime.sglang_patch.delta.states import state_slots
+from kt_runtime.sglang_patch.options import last_value
 
 LEAST_MICROBATCH_TOKENS = 128
 """The smallest microbatch that planning chooses; --microbatch-tokens may name a smaller one. With fewer tokens, reading

@@ -19,6 +19,7 @@ from typing import Any
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.models.hub_cache import repository_directory
 from kt_runtime.serve.models.presets import Preset, load_preset, preset_names
+from kt_runtime.sglang_patch.options import last_value
 
 NONE = "none"
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -111,16 +112,6 @@ def _preset_of(directory: Path) -> Preset | None:
         if any(repository == repository_directory(hub_id).name for hub_id in preset.hub_ids):
             return preset
     return None
-
-
-def last_value(arguments: Sequence[str], option: str) -> str | None:
-    """The last value given to an option."""
-    found = None
-    for position, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            found = value if equals else "".join(arguments[position + 1 : position + 2])
-    return found
 
 
 def _read(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Family
+from kt_runtime.sglang_patch.options import last_value
 
 SYMBOLS: tuple[str, ...] = ()
 SIZE_OPTION, PAGE_OPTION = "--max-mamba-cache-size", "--page-size"
@@ -38,7 +39,7 @@ def state_slots(options: Options) -> int:
     Raises InvalidValueError for fewer than the running requests need.
     """
     least = SLOTS_PER_REQUEST * options.max_running_requests
-    given = _last_value(options.passed_on, SIZE_OPTION)
+    given = last_value(options.passed_on, SIZE_OPTION)
     if given is None:
         return least + KEPT_PER_REQUEST * options.max_running_requests
     if not given.isdigit() or int(given) < least:
@@ -68,16 +69,7 @@ def state_arguments(options: Options, family: Family, on_cpu: bool) -> list[str]
             "for it. SGLang's own prefix cache in the KV pool is on, with states; its size is --max-total-tokens, and "
             f"{SIZE_OPTION} for the states"
         )
-    page = _last_value(options.passed_on, PAGE_OPTION)
+    page = last_value(options.passed_on, PAGE_OPTION)
     if page not in (None, "1"):
         raise InvalidValueError(f"{PAGE_OPTION} {page}: {what}; SGLang 0.5.23 then has pages of 1 token only")
     return [PAGE_OPTION, "1", SIZE_OPTION, str(state_slots(options))]
-
-
-def _last_value(arguments: Sequence[str], option: str) -> str | None:
-    found = None
-    for position, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            found = value if equals else "".join(arguments[position + 1 : position + 2])
-    return found

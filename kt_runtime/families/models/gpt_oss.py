@@ -34,7 +34,8 @@ class GptOss(GroupedQueryFamily):
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "gpt-oss"
     default_epsilon = 1e-5
-    fuses_experts = adapts_fused_experts = True
+    fuses_experts = True
+    peft_experts = "fused"
     router_name = "router"
 
     def check(self, config: Config) -> None:

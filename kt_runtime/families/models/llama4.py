@@ -42,7 +42,7 @@ class Llama4(GroupedQueryFamily):
     router_name = "router"
     weighs_input = True
     fuses_experts = True
-    peft_fuses_experts = False
+    peft_experts = "none"
 
     def check(self, config: Config) -> None:
         require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")

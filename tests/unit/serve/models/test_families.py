@@ -65,7 +65,7 @@ CHECKLIST: dict[str, Callable[[Family], bool]] = {
     "served": has_tiny_model,
     "trained": has_tiny_model,
     "native step": is_compared_with_sglang_s_modules,
-    "gradients": names_type("tests/unit/resident/conftest.py"),
+    "gradients": names_type("tests/reference/resident/configs.py"),
     "adapters": names_type("tests/unit/adapters/conftest.py"),
     "server": has_a_server,
     "names and shapes": names_type("tests/unit/families/conftest.py"),
