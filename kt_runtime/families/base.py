@@ -124,7 +124,7 @@ class Family(ABC):
     """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers: in
     `gate_up_proj` and `down_proj`."""
     peft_experts: Literal["pairs", "fused", "none"] = "pairs"
-    """How PEFT 0.21 reads LoRA on routed experts, which transformers has fused: it fuses a pair for each expert of a file;
+    """How PEFT 0.21 reads LoRA on routed experts, which transformers has fused: it fuses the pairs of a file;
     or it knows the fused parameters only, `mlp.experts.gate_up_proj`; or neither, and drops the pairs."""
     mlp_name: str = "mlp"
     """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
