@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +19,8 @@ class Interruptible:
     further ones do nothing, so that they do not interrupt the cleanup.
 
     After a signal the block ends with KeyboardInterrupt, whatever it raised or returned: pybind11 turns the exception
-    into ImportError while a module is imported, Python drops it in destructors, and a client whose server ends meets
-    broken connections.
+    into ImportError while a module is imported, Python drops it in destructors and in callbacks of weak references, and
+    a client whose server ends meets broken connections. Of the dropped ones nothing is printed.
     """
 
     def __init__(self) -> None:
@@ -32,12 +33,14 @@ class Interruptible:
             if handler is not signal.SIG_IGN:  # as a shell starts background jobs
                 self._previous[number] = handler
                 signal.signal(number, self._on_signal)
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped_exception
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._previous.items():
             # After a signal the process is about to end, with the status of the first one.
             signal.signal(number, signal.SIG_IGN if self._has_arrived else handler)
+        sys.unraisablehook = self._previous_hook
         if self._has_arrived and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
 
@@ -50,6 +53,10 @@ class Interruptible:
         if not self._has_arrived:
             self._has_arrived = True
             raise KeyboardInterrupt
+
+    def _on_dropped_exception(self, dropped: sys.UnraisableHookArgs) -> None:
+        if not (self._has_arrived and issubclass(dropped.exc_type, KeyboardInterrupt)):
+            self._previous_hook(dropped)
 
 
 @contextlib.contextmanager

@@ -74,24 +74,32 @@ def test_a_signal_in_an_event_loop_ends_as_interrupt() -> None:
         asyncio.run(streams())
 
 
-def test_an_interrupt_that_a_destructor_swallowed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    swallowed: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: swallowed.append(found.exc_type))
+def test_an_interrupt_that_a_destructor_swallowed_is_found_and_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_type))
 
     class Handle:
+        def __init__(self, error: type[Exception] | None = None) -> None:
+            self.error = error
+
         def __del__(self) -> None:
+            if self.error is not None:
+                raise self.error
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt), Interruptible() as interruptible:
         interruptible.check()
         Handle()
-        assert swallowed == [KeyboardInterrupt]
+        Handle(ValueError)  # another's error is printed as without this context
         interruptible.check()
         pytest.fail("the command goes on")
+    assert printed == [ValueError]
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), Interruptible():
         Handle()
+    Handle(KeyError)
+    assert printed == [ValueError, KeyError]
 
 
 def test_without_a_signal_errors_and_handlers_stay() -> None:
