@@ -54,6 +54,13 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     "Llama 4, bfloat16": (load_preset("tiny-llama4"), {}, "bfloat16", {}),
     "Llama 4 as Maverick, bfloat16": (load_preset("tiny-llama4"), MAVERICK, "bfloat16", {}),
     "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
+    "DeepSeek-V3.2, float32": (load_preset("tiny-deepseek-v32"), {}, "float32", {}),
+    **{
+        f"DeepSeek-V3.2, bfloat16, {isa}": (load_preset("tiny-deepseek-v32"), {}, "bfloat16", {"isa": isa})
+        for isa in instruction_sets()
+    },
+    "GLM-5.2, float32": (load_preset("tiny-glm-moe-dsa"), {}, "float32", {}),
+    "GLM-5.2, bfloat16": (load_preset("tiny-glm-moe-dsa"), {}, "bfloat16", {}),
     "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
     "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),
     "DeepSeek-V2, bfloat16, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "bfloat16", {}),

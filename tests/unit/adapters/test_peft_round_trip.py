@@ -154,6 +154,8 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("olmoe", ["all"]),
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
+        ("deepseek_v32", ["all"]),
+        ("glm_moe_dsa", ["all"]),
         ("minimax_m2", ["all"]),
         ("gpt_oss", ["all"]),
         ("gpt_oss", ["experts"]),
