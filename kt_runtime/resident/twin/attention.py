@@ -232,9 +232,8 @@ class Indexing:
             rows = [rotary.kept[self.source, rotary.first_row + row] for row in range(batch)]
             return Index.of_rows(rows)
         own = attention.indexer
-        weights = IndexerWeights(
-            own.wq_b.weight, own.wk.weight, own.k_norm.weight, own.k_norm.bias, own.weights_proj.weight, self.interleaved
-        )
+        wide = (one.float() for one in (own.k_norm.weight, own.k_norm.bias, own.weights_proj.weight))
+        weights = IndexerWeights(own.wq_b.weight, own.wk.weight, *wide, self.interleaved)
         places = rotary.places.expand(batch, length).flatten()
         flat = (hidden.detach().flatten(0, 1), compressed.detach().flatten(0, 1))
         found = index_rows(*flat, weights, rotary.angles, places)
@@ -261,11 +260,14 @@ def absorb(attention: nn.Module, family: str, indexing: Indexing | None = None) 
         attention_mask: torch.Tensor | None = None,
         branches: Branches = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
+    ) -> tuple[torch.Tensor | None, ...]:
+        drops_out = isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out()
+        if indexing is not None:
+            compute = _expanded if drops_out else _absorbed
+            out = compute(self, hidden_states, position_embeddings, branches, indexing)
+            return (out, None, None) if hasattr(self, "skip_topk") else (out, None)  # GLM's layers share a choice
+        if drops_out:
             # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
-            if indexing is not None:
-                return _expanded(self, hidden_states, position_embeddings, branches, indexing), None
             return expanded(
                 hidden_states=hidden_states,
                 position_embeddings=hugging_face_tables(position_embeddings, family),
@@ -273,7 +275,7 @@ def absorb(attention: nn.Module, family: str, indexing: Indexing | None = None) 
                 branches=branches,
                 **kwargs,
             )
-        return _absorbed(self, hidden_states, position_embeddings, branches, indexing), None
+        return _absorbed(self, hidden_states, position_embeddings, branches), None
 
     attention.forward = types.MethodType(forward, attention)
 

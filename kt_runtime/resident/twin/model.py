@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from kt_runtime.errors import CheckpointError, suggestion
+from kt_runtime.errors import CheckpointError, InvalidValueError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.families.stack import DecoderStack, Latent
 from kt_runtime.ops.rotary import Rotary
@@ -49,6 +49,10 @@ class Twin:
 
     def __init__(self, host: Host) -> None:
         self.family: Family = family_for(host.config)
+        if self.family.chooses_keys and not host.attends_in_float32:
+            raise InvalidValueError(
+                f"the queries of {self.family.name} see the keys that an indexer chooses, which is computed on a CPU only"
+            )
         self.device, self.dtype = host.device, host.dtype
         self._store = host.experts
         self._attends_in_float32 = host.attends_in_float32
@@ -110,7 +114,7 @@ class Twin:
         if not self._attends_in_float32:
             mask = self._mask(layer, hidden, branches)
             places, branches = attention.places_of(branches, hidden.shape[1], hidden.device), None
-        return self.layer(layer)(
+        found = self.layer(layer)(
             hidden,
             attention_mask=mask,
             position_embeddings=positions,
@@ -118,6 +122,7 @@ class Twin:
             branches=branches,
             places=places,
         )
+        return found[0] if isinstance(found, tuple) else found
 
     def _mask(self, layer: int, hidden: torch.Tensor, branches: attention.Branches) -> torch.Tensor | None:
         """For Hugging Face's attention [B, 1, S, S]; None: it is causal by itself. With sinks, what is added to the

@@ -238,7 +238,10 @@ def further_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.fixture
 def further_lab(further_checkpoint: Path, attends_in_float32: bool) -> Lab:
-    """A twin, once for each family of `FURTHER` and way to attend."""
+    """A twin, once for each family of `FURTHER` and way to attend that it has."""
+    config = json.loads((further_checkpoint / "config.json").read_text())
+    if family_for(config).chooses_keys and not attends_in_float32:
+        pytest.skip("refused on an accelerator")
     return Lab(FakeHost(further_checkpoint, attends_in_float32=attends_in_float32))
 
 
