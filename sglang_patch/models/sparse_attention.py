@@ -8,6 +8,8 @@ Symbols (SGLang 0.5.23), on a CPU:
 - `models.deepseek_v2.DeepseekV2AttentionMLA.__init__`: then gives the layer an indexer of kt-runtime's, with SGLang's
   names of parameters. SGLang's forward methods call it where the layer says `use_dsa`, and hand its choice to the
   attention backend (`cpu/attention.py`). The native step computes it in csrc/step/latent.cpp, with the same bits.
+- `models.deepseek_v2.get_rope_wrapper`: on a CPU SGLang knows this model's rotary embedding with YaRN only; GLM-5 has a
+  plain one.
 - The platform's `get_kv_pool_cls` (`platform.py`): SGLang's pool of latents, whose rows have the index key behind latent
   and rotary key. So whatever moves rows moves index keys too: the cache's host and disk tiers, and retraction.
 
@@ -36,7 +38,10 @@ from kt_runtime.sglang_patch.hooks import Hooks
 SYMBOLS = (
     "sglang.srt.configs.model_config._hf_attr",
     "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__",
+    "sglang.srt.models.deepseek_v2.get_rope_wrapper",
     "sglang.srt.layers.linear.ReplicatedLinear",
+    "sglang.srt.layers.rotary_embedding.get_rope",
+    "sglang.srt.layers.rotary_embedding.get_rope_wrapper",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
     "sglang.srt.model_executor.forward_context.get_attn_backend",
     "sglang.srt.model_executor.forward_context.get_token_to_kv_pool",
@@ -49,6 +54,7 @@ def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.around(SYMBOLS[0], attribute)
         hooks.after(SYMBOLS[1], add_indexer)
+        hooks.set(SYMBOLS[2], rope)
 
 
 def attribute(original: Any, config: Any, name: str) -> Any:
@@ -56,6 +62,14 @@ def attribute(original: Any, config: Any, name: str) -> Any:
     if name == RECOGNISED_BY and set(original(config, "architectures") or ()) & set(ARCHITECTURES):
         return None
     return found
+
+
+def rope(head_size: int, *, device: str | None = None, rope_scaling: Any = None, **kwargs: Any) -> Any:
+    from sglang.srt.layers.rotary_embedding import get_rope, get_rope_wrapper
+
+    if rope_scaling is None:
+        return get_rope(head_size, **kwargs)
+    return get_rope_wrapper(head_size, device=device, rope_scaling=rope_scaling, **kwargs)
 
 
 def add_indexer(_result: None, attention: Any, config: Any, *_: Any, **kwargs: Any) -> None:
