@@ -9,7 +9,7 @@
 #include "kernels/registry.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
-#include "ops/attention/indexer.h"
+#include "ops/router/indexer.h"
 
 namespace py = pybind11;
 
@@ -194,8 +194,8 @@ void prepare_rows(const std::string& isa, int num_threads, py::handle q, py::han
   rows.interleaved = interleaved;
   const int64_t rotated = rows.angles.shape[1];
   if (rotated % 2 != 0 || rotated > size)
-    throw BindError{"invalid_value", "angles has " + std::to_string(rotated) + " columns; allowed: an even number, up to " +
-                                         std::to_string(size)};
+    throw BindError{"invalid_value", "angles has " + std::to_string(rotated) +
+                                         " columns; allowed: an even number, up to " + std::to_string(size)};
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t position = rows.positions.as<const int64_t>()[t * rows.positions.strides[0]];
     if (position < 0 || position >= rows.angles.shape[0])
@@ -220,8 +220,7 @@ void select_batch(const std::string& isa, int num_threads, py::handle q, py::han
   selection.keys = view_of(keys, {.name = "keys", .dtypes = {selection.q.dtype}, .shape = {-1, selection.q.shape[2]}});
   selection.scaling = index_scaling(selection.q.shape[1], selection.q.shape[2]);
   selection.chosen = view_of(
-      chosen,
-      {.name = "chosen", .dtypes = {DType::kI32}, .shape = {tokens, -1}, .contiguous = true, .written = true});
+      chosen, {.name = "chosen", .dtypes = {DType::kI32}, .shape = {tokens, -1}, .contiguous = true, .written = true});
   if (selection.chosen.shape[1] < 1) throw BindError{"invalid_value", "chosen has no columns"};
   std::vector<KvSequence> batch;
   read_sequences(sequences, slots, &batch);

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "ops/attention/indexer.h"
+#include "ops/router/indexer.h"
 #include "ops/dense/heads.h"
 #include "step/attention.h"
 #include "threads/pool.h"

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "ops/attention/chunked.h"
-#include "ops/attention/indexer.h"
+#include "ops/router/indexer.h"
 #include "step/attention.h"
 #include "step/mlp.h"
 #include "threads/pool.h"

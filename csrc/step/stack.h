@@ -41,7 +41,7 @@ struct GroupedQuery {
   int64_t window = 0;     // keys that a query sees at most; 0: all
 };
 
-// Chooses the keys that a query of latent attention sees (ops/attention/indexer.h): N heads of D elements, of which the
+// Chooses the keys that a query of latent attention sees (ops/router/indexer.h): N heads of D elements, of which the
 // first `rope` are rotated.
 struct Indexer {
   TensorView query;                   // [N D, rank], of the compressed queries

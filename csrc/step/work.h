@@ -40,7 +40,7 @@ struct StepWork {
   AttentionWork among_chosen{};      // and all layers with an indexer these
   std::vector<KvSequence> choices{};  // the batch's sequences, cut where queries choose keys; empty: none has to choose
   int32_t* chosen = nullptr;          // [T, top_k]: of such queries the rows of the keys that the latest indexer chose
-  RoutedCall routed{};               // of a layer; its slots keep their memory
+  RoutedCall routed{};                // of a layer; its slots keep their memory
   std::vector<uint8_t> is_refused{};  // by token of the batch
 
   // Frees what is kept, and of it all but the rows.

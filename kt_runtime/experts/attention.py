@@ -180,10 +180,17 @@ def prepare_index_rows(
     q: Tensor, k: Tensor, norm_weight: Tensor, norm_bias: Tensor, angles: Tensor, positions: Tensor, interleaved: bool
 ) -> None:
     """Rotates an indexer's queries q [T, M, E], and norms (LayerNorm, float32 weight and bias [E]) and rotates its keys
-    k [T, E], in place (csrc/ops/attention/indexer.h). `angles` [P, R]: cosines, then sines of each position, for the
+    k [T, E], in place (csrc/ops/router/indexer.h). `angles` [P, R]: cosines, then sines of each position, for the
     first R elements; `positions` [T] int64."""
     engine = dense.engine()
-    tensors = {"q": q, "k": k, "norm_weight": norm_weight, "norm_bias": norm_bias, "angles": angles, "positions": positions}
+    tensors = {
+        "q": q,
+        "k": k,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "angles": angles,
+        "positions": positions,
+    }
     with translated_errors():
         _experts.prepare_index_rows(
             engine.isa, engine.num_threads, *(capsule(tensor, name) for name, tensor in tensors.items()), interleaved

@@ -52,7 +52,7 @@ class GroupedQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """Chooses the keys that a query sees (csrc/ops/attention/indexer.h). M heads of E elements: `query` [M E, rank],
+    """Chooses the keys that a query sees (csrc/ops/router/indexer.h). M heads of E elements: `query` [M E, rank],
     `key` [E, H]; float32: `norm_weight` and `norm_bias` [E], `weights` [M, H]."""
 
     query: Tensor

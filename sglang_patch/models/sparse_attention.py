@@ -2,16 +2,16 @@
 
 Symbols (SGLang 0.5.23), on a CPU:
 
-- `configs.model_config._hf_attr`, by which SGLang recognises such a model (`is_deepseek_dsa`). For these it answers that
-  there is no `index_topk`. Reason: all that SGLang then does is for its CUDA kernels: the attention backend `dsa`, pages
-  of 64 tokens, a pool of index keys in fp8, and an indexer that needs them. What remains is a DeepSeek-V3.
+- `configs.model_config._hf_attr`, by which SGLang recognises such a model (`is_deepseek_dsa`). For these it answers
+  that there is no `index_topk`. Reason: all that SGLang then does is for its CUDA kernels: the attention backend `dsa`,
+  pages of 64 tokens, a pool of index keys in fp8, and an indexer that needs them. What remains is a DeepSeek-V3.
 - `models.deepseek_v2.DeepseekV2AttentionMLA.__init__`: then gives the layer an indexer of kt-runtime's, with SGLang's
   names of parameters. SGLang's forward methods call it where the layer says `use_dsa`, and hand its choice to the
   attention backend (`cpu/attention.py`). The native step computes it in csrc/step/latent.cpp, with the same bits.
 - `models.deepseek_v2.get_rope_wrapper`: on a CPU SGLang knows this model's rotary embedding with YaRN only; GLM-5 has a
   plain one.
-- The platform's `get_kv_pool_cls` (`platform.py`): SGLang's pool of latents, whose rows have the index key behind latent
-  and rotary key. So whatever moves rows moves index keys too: the cache's host and disk tiers, and retraction.
+- The platform's `get_kv_pool_cls` (`platform.py`): SGLang's pool of latents, whose rows have the index key behind
+  latent and rotary key. So whatever moves rows moves index keys too: the cache's host and disk tiers, and retraction.
 
 On an accelerator the models are refused (`sparse_options.py`): training could not follow what SGLang's kernels round
 to fp8.

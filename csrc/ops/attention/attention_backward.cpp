@@ -194,8 +194,8 @@ class HeadBackward {
     std::fill(row + end, row + num_keys_, 0.0f);
   }
 
-  // Of the weights of the block's keys from `key` on, those of keys that the query's indexer has not chosen become zero,
-  // and with them their part in every gradient.
+  // Of the weights of the block's keys from `key` on, those of keys that the query's indexer has not chosen become
+  // zero, and with them their part in every gradient.
   void clear_unchosen(float* weights, int64_t query, int64_t key) const {
     const TensorView& chosen = g_.call.chosen;
     if (!chosen.present() || sequence_.prefix + query < chosen.shape[1]) return;

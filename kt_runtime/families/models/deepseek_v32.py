@@ -6,8 +6,8 @@ Hugging Face: `transformers.models.deepseek_v32`, `.glm_moe_dsa`. SGLang: `sglan
 - `index_topk`: keys that a query sees. With no more keys before it, it sees all, as in DeepSeek-V3.
 - GLM-5.2: layers whose `indexer_types` is "shared" have no indexer, and take the choice of the layer before.
 - DeepSeek-V3.2's indexer rotates elements half the rotated part apart, GLM's adjacent ones.
-- The indexer is frozen: LoRA does not adapt it, and its choice has no gradient. Its norm (a LayerNorm, epsilon 1e-6) and
-  `weights_proj` are float32 here, as Hugging Face keeps `weights_proj`.
+- The indexer is frozen: LoRA does not adapt it, and its choice has no gradient. Its norm (a LayerNorm, epsilon 1e-6)
+  and `weights_proj` are float32 here, as Hugging Face keeps `weights_proj`.
 - Its keys have the model's dtype, as in Hugging Face. The published program rounds them to fp8 after a Hadamard
   rotation, and so does SGLang on a GPU.
 - The latents' norms have `rms_norm_eps` in SGLang, and so in the twin; Hugging Face gives them 1e-6.
@@ -97,9 +97,7 @@ class DeepseekV32(Glm4MoeLite):
     def decoder_stack(self, config: Config) -> DecoderStack:
         stack = super().decoder_stack(config)
         types, seen_keys = self.indexer_types(config), integer(config, "index_topk")
-        layers = [
-            self._with_indexer(layer, index, types[index], seen_keys) for index, layer in enumerate(stack.layers)
-        ]
+        layers = [self._with_indexer(layer, index, types[index], seen_keys) for index, layer in enumerate(stack.layers)]
         return replace(stack, layers=tuple(layers))
 
     def _with_indexer(self, layer: StackLayer, index: int, kind: str, seen_keys: int) -> StackLayer:

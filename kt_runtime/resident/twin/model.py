@@ -51,7 +51,7 @@ class Twin:
         self.family: Family = family_for(host.config)
         if self.family.chooses_keys and not host.attends_in_float32:
             raise InvalidValueError(
-                f"the queries of {self.family.name} see the keys that an indexer chooses, which is computed on a CPU only"
+                f"the queries of {self.family.name} see the keys that an indexer chooses: it is computed on a CPU only"
             )
         self.device, self.dtype = host.device, host.dtype
         self._store = host.experts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from reference import indexer as exact
 from reference.instruction_sets import instruction_sets
+from reference.resident import indexer as exact
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import dense

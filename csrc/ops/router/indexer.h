@@ -24,12 +24,12 @@ namespace kt {
 
 // T tokens, N heads of D elements, of which the first R are rotated, P positions.
 struct IndexRows {
-  TensorView q;                          // [T, N, D], changed in place: rotated
-  TensorView k;                          // [T, D], changed in place: LayerNorm (Ba et al. 2016) and rotated
-  TensorView norm_weight, norm_bias;     // [D] float32, contiguous
-  TensorView angles;                     // [P, R], contiguous: cosines, then sines of each position; q's dtype
-  TensorView positions;                  // [T] int64, each 0 to P - 1
-  bool interleaved;                      // the rotation turns adjacent elements
+  TensorView q;                       // [T, N, D], changed in place: rotated
+  TensorView k;                       // [T, D], changed in place: LayerNorm (Ba et al. 2016) and rotated
+  TensorView norm_weight, norm_bias;  // [D] float32, contiguous
+  TensorView angles;                  // [P, R], contiguous: cosines, then sines of each position; q's dtype
+  TensorView positions;               // [T] int64, each 0 to P - 1
+  bool interleaved;                   // the rotation turns adjacent elements
 };
 void prepare_index_rows(const DenseEngine& engine, const IndexRows& rows);
 

@@ -1,4 +1,4 @@
-#include "ops/attention/indexer.h"
+#include "ops/router/indexer.h"
 
 #include <algorithm>
 #include <cmath>
@@ -40,8 +40,7 @@ void layer_norm(const float* weight, const float* bias, int64_t count, float* x)
   const double mean = sum / static_cast<double>(count);
   for (int64_t i = 0; i < count; ++i) squares += (x[i] - mean) * (x[i] - mean);
   const double inverse = 1 / std::sqrt(squares / static_cast<double>(count) + kNormEpsilon);
-  for (int64_t i = 0; i < count; ++i)
-    x[i] = static_cast<float>((x[i] - mean) * inverse) * weight[i] + bias[i];
+  for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>((x[i] - mean) * inverse) * weight[i] + bias[i];
 }
 
 // Some queries of one sequence, and the place of their scores: a row of `stride` floats for each.
@@ -182,9 +181,8 @@ float index_scaling(int64_t heads, int64_t size) {
 }
 
 bool needs_selection(const std::vector<KvSequence>& sequences, int64_t top_k) {
-  return std::any_of(sequences.begin(), sequences.end(), [top_k](const KvSequence& sequence) {
-    return sequence.queries > 0 && sequence.keys() > top_k;
-  });
+  return std::any_of(sequences.begin(), sequences.end(),
+                     [top_k](const KvSequence& sequence) { return sequence.queries > 0 && sequence.keys() > top_k; });
 }
 
 void select_keys(const DenseEngine& engine, const Selection& selection) {
@@ -218,7 +216,8 @@ void cut_at_chosen(const std::vector<KvSequence>& sequences, const int32_t* chos
     if (part.queries > 0) parts->push_back(part);
     for (int64_t t = part.queries; t < whole.queries; ++t) {
       const int64_t row = whole.first_query + t;
-      parts->push_back({.first_query = row, .queries = 1, .prefix = top_k - 1, .slots = chosen + row * top_k, .first_key = 0});
+      parts->push_back(
+          {.first_query = row, .queries = 1, .prefix = top_k - 1, .slots = chosen + row * top_k, .first_key = 0});
     }
   }
 }
