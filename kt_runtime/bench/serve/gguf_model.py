@@ -77,7 +77,8 @@ def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
     """Writes the checkpoint in the directory `model` as the new file `path`, its matrices in the types of `mix`.
 
     Raises CheckpointError for a quantized checkpoint, for a model with an indexer, for a tokenizer that is no
-    byte-level BPE, and for one with more tokens than the model has. UnknownNameError: the mix. OSError: the file can't be written.
+    byte-level BPE, and for one with more tokens than the model has. UnknownNameError: the mix. OSError: the
+    file can't be written.
     """
     config = read_config(model)
     if family_for(config).chooses_keys:
