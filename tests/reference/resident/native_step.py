@@ -92,6 +92,7 @@ class Both:
             mode = "MIXED"
         self.modes.append((mode, len(batch.seq_lens)))
         self.adapters.append(len(set(batch.lora_ids) - {None}))
+        self._wipe(batch)  # also what no layer writes: columns for index keys in layers that share an indexer
         found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
         hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
         expected = self._results(batch, hidden, wipe=False)
@@ -102,12 +103,14 @@ class Both:
 
     def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
         """Hidden states and the new keys and values, which are then wiped from the pool."""
-        tensors = [hidden.clone()]
-        for buffer in buffers_of(self.pool):
-            tensors.append(buffer[batch.out_cache_loc].clone())
-            if wipe:
-                buffer[batch.out_cache_loc] = 9.0
+        tensors = [hidden.clone(), *(buffer[batch.out_cache_loc].clone() for buffer in buffers_of(self.pool))]
+        if wipe:
+            self._wipe(batch)
         return tensors
+
+    def _wipe(self, batch: Any) -> None:
+        for buffer in buffers_of(self.pool):
+            buffer[batch.out_cache_loc] = 9.0
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:
