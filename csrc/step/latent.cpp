@@ -1,7 +1,7 @@
 #include <cstring>
 
-#include "ops/router/indexer.h"
 #include "ops/dense/heads.h"
+#include "ops/router/indexer.h"
 #include "step/attention.h"
 #include "threads/pool.h"
 

@@ -29,9 +29,10 @@ def build_step(
     lora: LoraPool | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
-    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them. `angles`
-    [P, D] or [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below
-    it are allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. The step's threads and instruction set are the experts'.
+    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them. `angles` [P, D] or
+    [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
+    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. The step's threads
+    and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """

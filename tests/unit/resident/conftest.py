@@ -245,6 +245,17 @@ def further_lab(further_checkpoint: Path, attends_in_float32: bool) -> Lab:
     return Lab(FakeHost(further_checkpoint, attends_in_float32=attends_in_float32))
 
 
+@pytest.fixture
+def make_further_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FakeHost]:
+    """Of a family of `FURTHER`."""
+    return lambda family: FakeHost(save_checkpoint(tmp_path_factory.mktemp("model"), FURTHER[family]))
+
+
+@pytest.fixture
+def lab_of() -> Callable[[FakeHost], Lab]:
+    return Lab
+
+
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
     torch.manual_seed(7)
     hf_config = AutoConfig.for_model(**config)

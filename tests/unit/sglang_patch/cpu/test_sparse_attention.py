@@ -27,7 +27,9 @@ def answers(served: Engine, *lengths: int) -> dict[int, tuple[list[int], list[fl
     """Greedy tokens and all log-probabilities of prompts that are sent at once, without what is cached."""
     served.clear()
     rids = {f"r{length}": length for length in lengths}
-    served.run(*(served.request(rid, prompt(length, length % 150), logprob_start_len=0) for rid, length in rids.items()))
+    served.run(
+        *(served.request(rid, prompt(length, length % 150), logprob_start_len=0) for rid, length in rids.items())
+    )
     return {
         length: (served.tokens[rid], served.prompt_logprobs[rid] + served.logprobs[rid]) for rid, length in rids.items()
     }
