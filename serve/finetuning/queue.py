@@ -1,4 +1,4 @@
-"""Runs jobs: files are checked when a job is created, then one job after the other trains.
+"""Runs jobs: files are checked when a job is created, then one job after the other trains, in the order of creation.
 
 A job that a restart of the server has interrupted trains again first: its recipe resumes from the last checkpoint, and
 the result is that of an uninterrupted run (docs/recipes.md).
@@ -7,6 +7,7 @@ the result is that of an uninterrupted run (docs/recipes.md).
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import logging
 import secrets
@@ -74,10 +75,8 @@ class JobQueue:
     def start(self) -> None:
         """Takes up the jobs that an earlier server has left."""
         for job in reversed(self._jobs.list_all()):
-            if job.status == "running":
-                self._waiting.insert(0, job)
-            elif job.status == "queued":
-                self._waiting.append(job)
+            if job.status in ("running", "queued"):
+                self._enqueue(job)
             elif job.status == "validating_files":
                 self.submit(job)
         self._background(self._run())
@@ -130,8 +129,12 @@ class JobQueue:
             job.hyperparameters = decided
             await self._save(job, "queued")
             await self._note(job, "Files validated, moving job to queued state")
-            self._waiting.append(job)
+            self._enqueue(job)
             self._wake.set()
+
+    def _enqueue(self, job: JobRecord) -> None:
+        """A job that was interrupted comes first, then the one created first, whose files may be checked later."""
+        bisect.insort(self._waiting, job, key=lambda one: (one.status != "running", one.sequence))
 
     def _prepared(self, job: JobRecord, start: Path | None) -> dict[str, Any]:
         named = {"training_file": job.training_file, "validation_file": job.validation_file}

@@ -240,14 +240,3 @@ class Hang:
 
     def release(self) -> None:
         self.released.set()
-
-
-class Slow:
-    """As `FaultyFiles.before`: each of these operations takes `seconds`."""
-
-    def __init__(self, seconds: float, *operations: str) -> None:
-        self.seconds, self.operations = seconds, operations
-
-    def __call__(self, operation: str, path: Path) -> None:
-        if operation in self.operations:
-            time.sleep(self.seconds)

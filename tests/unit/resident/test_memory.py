@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import subprocess
 import sys
 
@@ -24,6 +26,7 @@ print(kept - before, resident_set_bytes() - before)
 """
 
 
+@pytest.mark.fresh_process
 def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     """In a process of its own: the setting is the whole process's."""
     done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
