@@ -26,8 +26,8 @@ from kt_runtime.serve.memory.machine import has_gpu
 for _name, _value in settings_before_imports(has_gpu()).items():
     os.environ.setdefault(_name, _value)
 
-# Examples of tests that do not say how many themselves: 100 are Hypothesis' own. No property fails by the clock, neither
-# one example that takes 200 ms on a busy machine nor the time that drawing them takes.
+# Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by
+# one example that takes 200 ms on a busy machine, nor by the time that drawing them takes.
 settings.register_profile(
     "cases",
     settings.default,
@@ -49,7 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fresh_process: starts Python and imports for seconds; `TEST_CASES=few` has none")
+    config.addinivalue_line(
+        "markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`"
+    )
 
 
 @pytest.hookimpl(trylast=True)

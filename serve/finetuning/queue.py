@@ -71,6 +71,7 @@ class JobQueue:
         self._trainer: tuple[JobRecord, Trainer] | None = None
         self._logs: dict[str, EventLog] = {}  # of jobs that have not ended
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Takes up the jobs that an earlier server has left."""
@@ -86,6 +87,7 @@ class JobQueue:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._writes, return_exceptions=True)
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer[1].kill)
 
@@ -278,15 +280,23 @@ class JobQueue:
         if not job.has_ended:
             job.status = status
         try:
-            await asyncio.to_thread(self._jobs.save, job)
+            await self._written(self._jobs.save, job)
         except (KtError, OSError) as error:
             logger.error("fine-tuning job %s: its record was not written: %s", job.id, error)
 
     async def _note(self, job: JobRecord, message: str, level: Level = "info") -> None:
         try:
-            await asyncio.to_thread(lambda: self.events(job).note(message, level))
+            await self._written(lambda: self.events(job).note(message, level))
         except OSError as error:
             logger.error("fine-tuning job %s: an event was not written: %s", job.id, error)
+
+    async def _written(self, write: Callable[..., None], *given: Any) -> None:
+        """Calls `write` on a thread, and to its end though the caller is cancelled: clients see a state as soon as it
+        is set, and the next server must find it."""
+        task = asyncio.create_task(asyncio.to_thread(write, *given))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        await asyncio.shield(task)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

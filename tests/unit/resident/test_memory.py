@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from kt_runtime.resident.memory import resident_set_bytes, return_freed_memory

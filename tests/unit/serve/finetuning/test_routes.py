@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_a_job_cancelled_while_its_record_is_written_stays_cancelled_on_disk(
 
     desk.run(scenario)
     assert jobs.JobStore(desk.place / ".finetuning").get(made[0]["id"]).status == "cancelled"
+
+
+def test_what_a_client_has_seen_is_on_disk_after_the_server_s_end(desk: Any) -> None:
+    """The server ends while the write of a record waits for a thread."""
+    made: list[Any] = []
+
+    async def scenario(desk: Any) -> None:
+        threads = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(threads)
+        made.append(await desk.create())
+        record = desk.jobs.get(made[0]["id"])
+        while record.status == "validating_files":
+            await asyncio.sleep(0)
+            may_end = threading.Event()
+            threads.submit(may_end.wait, 0.001)  # before the write, if that is next
+
+    desk.run(scenario)
+    assert jobs.JobStore(desk.place / ".finetuning").get(made[0]["id"]).status != "validating_files"
 
 
 def test_jobs_train_in_the_order_of_their_creation(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from kt_runtime.serve.memory.server import (
 from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.options.named import ServeOptions
 
-
 PRESETS = preset_names()
 FAMILIES = {load_preset(name).config["model_type"]: name for name in PRESETS}
 CASES = choose(few=[name for name in PRESETS if name in FAMILIES.values()], usual=PRESETS, every=PRESETS)

@@ -174,9 +174,7 @@ class Desk:
         self.resident, self.engine, self.adapters = MemoryResident(), MemoryEngine(), MemoryAdapters()
         self.place = place
 
-    def run(
-        self, scenario: Callable[[Desk], Awaitable[None]], *, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def run(self, scenario: Callable[[Desk], Awaitable[None]], *, now: Callable[[], float] = time.monotonic) -> None:
         """Clients that are silent for 60 s of `now` are lost."""
 
         async def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 import multiprocessing
 import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
