@@ -49,9 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`"
-    )
+    config.addinivalue_line("markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`")
 
 
 @pytest.hookimpl(trylast=True)
@@ -92,6 +90,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(50_000, 20, 100)  # besides the full collection before each file
     gc.enable()
     _collect_and_freeze()
 
