@@ -16,10 +16,11 @@ RMS_NORMS = (
     "GptOssRMSNorm",
     "Llama4TextRMSNorm",
 )
-OFFSET_NORMS = ("Qwen3NextRMSNorm",)
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm")
 GATED_MLPS = (
     *("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"),
     *("Llama4TextMLP", "Qwen3NextMLP"),
+    "Qwen3_5MoeMLP",
 )
 """Hugging Face's classes."""
 
