@@ -7,6 +7,8 @@ tower is left out, and so is the layer of multi-token prediction (`mtp.`).
 
 The rotary embedding has a position for each of time, height and width (`mrope_section`). A text's three are equal, so
 every section rotates by the same angle, as in the usual embedding.
+
+PEFT 0.21 has no rule for pairs of this family's experts, which transformers fuses: it would drop them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class Qwen35Moe(Qwen3Next):
     model_types = ("qwen3_5_moe_text",)
     architectures = ("Qwen3_5MoeForCausalLM",)
     gguf_architecture = "qwen35moe"
+    peft_experts = "fused"
     gate_names = (None, "silu", "swish")
     reason_for_untied = "no published Qwen3.5 or 3.6 with experts ties its lm_head"
     unlisted_lora_targets = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

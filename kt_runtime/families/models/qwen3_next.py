@@ -23,6 +23,13 @@ from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 LINEAR, FULL = "linear_attention", "full_attention"
 MOST_TAPS = 8
 """Of the short convolution, in csrc/ops/delta."""
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+"""Keys for which Hugging Face and SGLang have defaults, not always the same ones: a config has all of them."""
 
 
 class Qwen3Next(GroupedQueryFamily):
@@ -41,6 +48,14 @@ class Qwen3Next(GroupedQueryFamily):
     reason_for_untied = "SGLang 0.5.23 never ties Qwen3-Next's lm_head"
 
     def check(self, config: Config) -> None:
+        missing = [key for key in SIZES if config.get(key) is None]
+        if "num_experts" in missing and config.get("num_local_experts") is not None:
+            missing.remove("num_experts")
+        if missing:
+            raise InvalidValueError(
+                f"config.json: {len(missing)} of the {len(SIZES)} sizes of a {self.name} are missing, expected positive "
+                f"integers: {', '.join(map(repr, missing))}"
+            )
         sglang = "SGLang 0.5.23 has no other"
         if config.get("mlp_only_layers"):
             raise InvalidValueError(

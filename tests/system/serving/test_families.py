@@ -32,6 +32,7 @@ WRITTEN = {
     "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "qwen3_next": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "qwen3_5_moe_text": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "minimax_m2": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "llama4_text": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "gpt_oss": ({"dtype": torch.bfloat16}, ""),
