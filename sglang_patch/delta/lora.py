@@ -7,8 +7,8 @@ Symbols (SGLang 0.5.23):
 - `models.qwen3_next.Qwen3NextForCausalLM.get_hidden_dim` and `.get_stacked_multiply`, and those of
   `models.qwen3_5_text.Qwen3_5MoeForCausalLM`, which SGLang's LoRA calls where a model has them. Reason: without them it
   takes the sizes of a dense Llama, which the gated `q_proj` and the shared expert do not have.
-- `lora.mem_pool.LoRAMemoryPool._dense_local_dim`: counts as many of SGLang's own parts of a merged linear as transformers
-  has, which for `in_proj_ba` is half of its rows.
+- `lora.mem_pool.LoRAMemoryPool._dense_local_dim`: counts as many of SGLang's own parts of a merged linear as
+  transformers has, which for `in_proj_ba` is half of its rows.
 - `lora.layers.get_lora_layer`: `in_proj_qkvz` and `in_proj_ba` have an A and a B for each of transformers' linears: one
   in Qwen3-Next, two in Qwen3.5. SGLang's class for merged linears has four, and two.
 """
@@ -81,7 +81,9 @@ def stacked_multiply(model: Any, module_name: str) -> int:
     return max((len(found) for (name, _), found in _members(model).items() if name == module_name), default=1)
 
 
-def local_dim(original: Callable[..., int | None], pool: Any, module_name: str, base_model: Any, *args: Any) -> int | None:
+def local_dim(
+    original: Callable[..., int | None], pool: Any, module_name: str, base_model: Any, *args: Any
+) -> int | None:
     """None: SGLang takes the sizes of `hidden_dim`."""
     if getattr(type(base_model), "get_hidden_dim", None) is hidden_dim:
         return None

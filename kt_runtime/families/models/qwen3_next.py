@@ -53,8 +53,8 @@ class Qwen3Next(GroupedQueryFamily):
             missing.remove("num_experts")
         if missing:
             raise InvalidValueError(
-                f"config.json: {len(missing)} of the {len(SIZES)} sizes of a {self.name} are missing, expected positive "
-                f"integers: {', '.join(map(repr, missing))}"
+                f"config.json: {len(missing)} of the {len(SIZES)} sizes of a {self.name} are missing: "
+                f"{', '.join(map(repr, missing))}; expected positive integers"
             )
         sglang = "SGLang 0.5.23 has no other"
         if config.get("mlp_only_layers"):

@@ -1,4 +1,5 @@
-"""The language models of Kimi-K2.5, Llama 4 and Qwen3.5 in SGLang's own scheduler, from a checkpoint that transformers wrote."""
+"""The language models of Kimi-K2.5, Llama 4 and Qwen3.5 in SGLang's own scheduler, from a checkpoint that transformers
+wrote."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from reference import lora
 from reference.checkpoints import qwen3_5
 from reference.delta_net import hugging_face_in_float64
+from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import read_peft_directory, readers, write_peft_directory
+from kt_runtime.cli.adapter.merged_checkpoint import write_merged
 from kt_runtime.families import family_for, naming
 from kt_runtime.families.stack import ExpertMlp
+from kt_runtime.serve.models.report import resolve_model
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -50,3 +54,22 @@ def test_it_is_said_who_reads_what_is_written(tmp_path: Path) -> None:
         assert ours.num_loaded == ours.num_parameters
         assert (by_peft.num_loaded == by_peft.num_parameters) == fuses
         assert ("drops a pair for each" in by_peft.remark) != fuses
+
+
+def test_a_merged_checkpoint_of_the_whole_model_is_the_language_model_with_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = resolve_model(str(qwen3_5.save(tmp_path / "whole")))
+    adapter = lora.random_adapter(base.config, rank=4, alpha=6.0, seed=1)
+    write_merged(base.directory, adapter, tmp_path / "merged", dtype=torch.float32)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert type(found).__name__ == "Qwen3_5MoeForCausalLM"
+    plain = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad(), hugging_face_in_float64():
+        before, expected, merged = (
+            model(tokens).logits for model in (plain, lora.merge(copy.deepcopy(plain), adapter), found)
+        )
+    assert (expected - before).abs().max() > 0.1
+    assert (merged - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change a
-bit."""
+"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change
+a bit."""
 
 from __future__ import annotations
 
