@@ -41,7 +41,7 @@ class Qwen3Next(GroupedQueryFamily):
     shared_name = "shared_expert"
     has_native_step = False
     keeps_states = True
-    unlisted_lora_targets = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+    unlisted_lora_targets: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
     default_interval = 4
     gate_names: tuple[str | None, ...] = (None,)
     """What `output_gate_type` may be: SiLU, or nothing said of it."""
