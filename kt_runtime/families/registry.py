@@ -12,6 +12,7 @@ from kt_runtime.families.models.llama4 import Llama4
 from kt_runtime.families.models.minimax_m2 import MinimaxM2
 from kt_runtime.families.models.mixtral import Mixtral
 from kt_runtime.families.models.olmoe import Olmoe
+from kt_runtime.families.models.qwen3_5_moe import Qwen35Moe
 from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.families.models.qwen3_next import Qwen3Next
 from kt_runtime.families.traits import nearest
@@ -21,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite(), MinimaxM2()),
     *(GptOss(), Llama4(), Qwen3Next()),
     *(DeepseekV32(), GlmMoeDsa()),
+    Qwen35Moe(),
 )
 
 

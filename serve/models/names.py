@@ -45,6 +45,9 @@ SERVED = (
     Served(r"minimax-m2(\.[157])?", "MiniMaxAI", "MiniMax-M2"),
     Served(r"mixtral-8x(7|22)b(-instruct)?-v0\.1", "mistralai", "Mixtral-8x7B"),
     Served(r"olmoe-1b-7b-.*", "allenai", "OLMoE-1B-7B"),
+    Served(r"qwen3\.[56]-35b-a3b(-base)?", "Qwen", "Qwen3.5-35B-A3B"),
+    Served(r"qwen3\.[56]-122b-a10b(-base)?", "Qwen", "Qwen3.5-122B-A10B"),
+    Served(r"qwen3\.[56]-397b-a17b(-base)?", "Qwen", "Qwen3.5-397B-A17B"),
     Served(r"qwen3-(next-80b-a3b.*|coder-next.*)", "Qwen", "Qwen3-Next-80B-A3B"),
     Served(r"qwen3-(coder-)?\d+b-a\d+b(-.*)?", "Qwen", "Qwen3-30B-A3B"),
 )
@@ -55,7 +58,7 @@ NOT_SERVED = (
     (r"deepseek-r1-distill-.*", "a dense model"),
     (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),
     (r"minimax-m3.*", "MiniMaxM3SparseForConditionalGeneration"),
-    (r"qwen3\.[56]-.*a\d+b.*", "Qwen3_5MoeForConditionalGeneration"),
+    (r"qwen3\.[56]-\d+(\.\d+)?b(-base)?", "a dense model"),
     (r"qwen3-vl.*", "Qwen3VLMoeForConditionalGeneration"),
     (r"qwen(1\.5|2)-.*a\d+(\.\d+)?b.*", "Qwen2MoeForCausalLM"),
     (r"qwen3-(0\.6|1\.7|4|8|14|32)b.*|qwen2(\.5)?-\d.*|llama-[23].*|mistral-.*|gemma.*|phi-[34].*", "a dense model"),

@@ -17,11 +17,12 @@ RMS_NORMS = (
     "Llama4TextRMSNorm",
     *("DeepseekV32RMSNorm", "GlmMoeDsaRMSNorm"),
 )
-OFFSET_NORMS = ("Qwen3NextRMSNorm",)
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm")
 GATED_MLPS = (
     *("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"),
     *("Llama4TextMLP", "Qwen3NextMLP"),
     *("DeepseekV32MLP", "GlmMoeDsaMLP"),
+    "Qwen3_5MoeMLP",
 )
 """Hugging Face's classes."""
 

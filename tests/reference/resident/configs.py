@@ -204,7 +204,17 @@ QWEN3_NEXT = GROUPED_QUERY | {
     "num_experts": 8,
     "norm_topk_prob": True,
 }
+QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key != "norm_topk_prob"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+"""Fewer and smaller heads have random keys of nearly no length, whose norm is ill-conditioned: autograd in float32 is
+off by 3e-5 then."""
 FURTHER = {
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},

@@ -34,6 +34,7 @@ WRITTEN = {
     "deepseek_v32": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "glm_moe_dsa": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "qwen3_next": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "qwen3_5_moe_text": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "minimax_m2": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "llama4_text": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "gpt_oss": ({"dtype": torch.bfloat16}, ""),

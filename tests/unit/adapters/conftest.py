@@ -157,6 +157,7 @@ QWEN3_NEXT = _COMMON | {
     "shared_expert_intermediate_size": 24,
     "num_experts": 4,
 }
+QWEN3_5_MOE = QWEN3_NEXT | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -257,6 +258,11 @@ def llama4() -> TinyModel:
 @pytest.fixture
 def qwen3_next() -> TinyModel:
     return TinyModel(dict(QWEN3_NEXT))
+
+
+@pytest.fixture
+def qwen3_5_moe() -> TinyModel:
+    return TinyModel(dict(QWEN3_5_MOE))
 
 
 @pytest.fixture(params=CONFIGS)

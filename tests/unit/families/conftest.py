@@ -214,7 +214,14 @@ QWEN3_NEXT = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_NOT_OF_QWEN3_5 = ("intermediate_size", "norm_topk_prob")
+QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key not in _NOT_OF_QWEN3_5} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 1]},
+}
 CONFIGS = {
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gpt_oss": GPT_OSS,
     "gpt_oss without biases of attention": GPT_OSS | {"attention_bias": False},
     "llama4": LLAMA4,

@@ -188,6 +188,7 @@ FAMILIES_IN_BF16 = (
     "minimax_m2",
     "llama4_text",
     "qwen3_next",
+    "qwen3_5_moe_text",
     QUANTIZED,
 )
 

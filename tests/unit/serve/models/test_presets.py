@@ -30,6 +30,9 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # the page rounds to 3, without embedding and head
+    "Qwen3.5-35B-A3B": (34.7, 3.5),
+    "Qwen3.5-122B-A10B": (122, 10.7),
+    "Qwen3.5-397B-A17B": (396.3, 17.5),
 }
 
 
