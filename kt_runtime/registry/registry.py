@@ -35,6 +35,7 @@ class Registry:
         if kept < 2:
             raise InvalidValueError(f"kept revisions: {kept}; expected at least 2")
         self.place, self.replica, self._kept, self._clock = place, replica, kept, clock
+        self._uncommitted: dict[str, set[str]] = {}
 
     # The weights that it is for.
 
@@ -89,7 +90,7 @@ class Registry:
         for key in self.place.keys(NAMES):
             name, _, file = key.removeprefix(f"{NAMES}/").rpartition("/")
             digits = file.removesuffix(_SUFFIX)
-            if name and "/" not in name and file == f"{digits}{_SUFFIX}" and digits.isdecimal():
+            if "/" not in name and digits.isdecimal() and key == _key(name, int(digits)):
                 found.setdefault(name, []).append(int(digits))
         return {name: sorted(revisions) for name, revisions in found.items()}
 
@@ -117,7 +118,12 @@ class Registry:
                 files.append(File(name=path.name, size=size, sha256=digest))
             if not files:
                 raise FileNotFoundError(f"{directory}: has no files")
-            wanted = Manifest(
+        except BaseException:
+            self._forget(data)
+            raise
+        self._uncommitted.setdefault(name, set()).add(data)
+        manifest = self._commit(
+            Manifest(
                 name=name,
                 revision=1,
                 version=version,
@@ -126,11 +132,11 @@ class Registry:
                 source=source,
                 data=data,
                 files=files,
-            )
-            return self._commit(wanted, after)
-        except BaseException:
-            self._forget(data)
-            raise
+            ),
+            after,
+        )
+        self._forget_uncommitted(name)
+        return manifest
 
     def unload(self, name: str, *, base: str, after: int = 0) -> Manifest:
         """A revision that says that `name` is not served any more."""
@@ -163,7 +169,10 @@ class Registry:
             manifest = msgspec.structs.replace(wanted, revision=newest + 1, published_at=self._clock())
             if not self.place.create(_key(wanted.name, manifest.revision), encoded(manifest)):
                 continue  # another replica was first
-            there = self.revisions().get(wanted.name, [])
+            try:
+                there = self.revisions().get(wanted.name, [])
+            except OSError:  # it is committed
+                return manifest
             if there and there[-1] - manifest.revision >= self._kept:
                 # Many others were published, and older ones removed, between the look and the creation: this number
                 # had been taken before. A replica that has seen the newer ones would ignore it.
@@ -191,6 +200,16 @@ class Registry:
             self.place.remove(f"{DATA}/{data}")
         except OSError:
             return  # `clear_unfinished` removes it after the next start
+
+    def _forget_uncommitted(self, name: str) -> None:
+        """Removes files of failed publications of `name`. A manifest may have been written although its writer got an
+        error, so only what no manifest names is removed."""
+        try:
+            committed = {self.manifest(name, revision).data for revision in self.revisions().get(name, [])}
+        except (OSError, InvalidValueError):
+            return
+        for data in self._uncommitted.pop(name, set()) - committed:
+            self._forget(data)
 
     def _version_place(self, key: str) -> str:
         return "/".join(key.removeprefix(f"{DATA}/").split("/")[:2])

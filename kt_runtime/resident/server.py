@@ -304,6 +304,10 @@ class Resident:
                 done = self._answers.when_moved(request, request.name)
                 self.publisher.load(request.name, request.path, done, take_over=request.take_over)
                 return None
+            case messages.FollowAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.follow(request.name, request.path, request.adapter_version, request.source, done)
+                return None
             case messages.RollbackAdapter():
                 done = self._answers.when_moved(request, request.name)
                 self.publisher.rollback(request.name, request.adapter_version, done)

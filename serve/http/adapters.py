@@ -88,6 +88,15 @@ class Adapters:
             messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
         )
 
+    async def follow(self, name: str, path: str, version: str, source: str) -> dict[str, Any]:
+        """As `load`, for a version of another server with the content hash `version`. The name's owner stays."""
+        self._names.check_name(name)
+        return await self._change(
+            messages.FollowAdapter(
+                request_id=_new_id(), name=adapter_name(name), path=path, adapter_version=version, source=source
+            )
+        )
+
     async def rollback(self, name: str, version: str | None) -> dict[str, Any]:
         return await self._change(
             messages.RollbackAdapter(request_id=_new_id(), name=adapter_name(name), adapter_version=version)
