@@ -102,7 +102,8 @@ class DirectoryPlace:
             except FileNotFoundError:
                 continue
             for entry in entries:
-                (waiting if entry.is_dir(follow_symlinks=False) else found).append(f"{below}/{entry.name}")
+                key = f"{below}/{entry.name}" if below else entry.name
+                (waiting if entry.is_dir(follow_symlinks=False) else found).append(key)
         return sorted(found)
 
     def read(self, key: str, max_bytes: int) -> bytes:
@@ -238,7 +239,7 @@ class ObjectPlace:
             return function(*arguments)
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001 - each driver has errors of its own, as botocore's
+        except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
 
 

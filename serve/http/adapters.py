@@ -42,6 +42,8 @@ class Adapters:
     ) -> None:
         self._resident, self._names, self._num_requests = resident, names, num_requests
         self._adapter_directory = adapter_directory
+        self.registry: Callable[[], dict[str, Any]] | None = None
+        """This server as a replica of a registry: its report (`serve/registry/report.py`)."""
 
     async def status(self, verify_weights: bool = False) -> dict[str, Any]:
         """`verify_weights`: hash the model's weights again, which takes as long as reading them.
@@ -58,6 +60,7 @@ class Adapters:
             "requests_in_flight": self._num_requests(),
             "adapters": self._names.registry.names(),
             "draining": self._names.draining,
+            "registry": None if self.registry is None else self.registry(),
         }
 
     async def list_all(self) -> list[dict[str, Any]]:

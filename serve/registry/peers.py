@@ -39,7 +39,7 @@ class Peers:
             seen = {}
             for replica, heartbeat in found.items():
                 before = self._seen.get(replica)
-                if before is not None and before[0].beat == heartbeat.beat:
+                if before is not None and before[0] == heartbeat:
                     seen[replica] = before
                 else:
                     seen[replica] = (heartbeat, now, heartbeat.written_at - wall)

@@ -148,6 +148,7 @@ class Replica:
             except Exception as error:  # the thread must outlive a bug
                 logger.exception("registry: unexpected error; it is tried again")
                 self._tell(f"unexpected {type(error).__name__}: {error}")
+            self._save()
             with self._lock:
                 self._turn_began = None
             self._wake.wait(self._pause_s(self._clock() - began))
@@ -206,6 +207,12 @@ class Replica:
         return True
 
     def _join(self) -> None:
+        """A server that has joined a registry does not begin another one in its place, which may be a mount's point."""
+        if self._earlier.registry and self._registry.base() is None:
+            raise ConflictError(
+                f"base.json is missing, and this server joined registry {self._earlier.registry[:8]} here before. Is a "
+                f"disk not mounted? To begin a new registry, remove {self._file.path}"
+            )
         base = self._registry.join(self._fingerprint, self._about.model, self._about.shape)
         self._registry.clear_unfinished()
         with self._lock:
@@ -374,8 +381,9 @@ class Replica:
                 return
             self._is_changed, self._beat_at = False, 0.0
             names = {name: entry.state() for name, entry in self._names.items()}
+        known = self._id or self._earlier.registry
         try:
-            self._file.write(State(replica=self._registry.replica, registry=self._id, names=names))
+            self._file.write(State(replica=self._registry.replica, registry=known, names=names))
         except OSError as error:  # a restart then takes what the registry has
             logger.warning("%s: can't be written: %s", self._file.path, error.strerror or error)
 

@@ -1,4 +1,4 @@
-"""What a replica must still know after a restart: its name, the revisions it has seen, what it has not published yet."""
+"""What a replica must still know after a restart: its name, revisions it has seen, what it has not published yet."""
 
 from __future__ import annotations
 
