@@ -49,8 +49,8 @@ class Place:
     def kill(self, name: str) -> None:
         """All processes of the server, as when its machine loses power."""
         for process in psutil.Process().children(recursive=True):
-            if str(self.root / name) in process.cmdline():
-                os.killpg(process.pid, signal.SIGKILL)
+            if f"--adapter-dir {self.root / name} " in " ".join(process.cmdline()):
+                os.killpg(os.getpgid(process.pid), signal.SIGKILL)
                 return
         raise AssertionError(f"no server {name}")
 
