@@ -16,7 +16,8 @@ class Entry:
     that was ever seen. `settled`: the newest revision that was in effect here, and `agreed` what it says.
 
     `pending`: a change of this server's that is not in the registry yet, `pending_since` by the monotonic clock.
-    `following`: the version that a job moves the name to, "" while it unloads the name. `is_tried`: the head has been
+    `following`: the version that a job moves the name to, "" while it unloads the name. `may_follow`: the same of a job
+    that failed without an answer, and may take effect later. `is_tried`: the head has been
     looked at, and followed or not. `problem`: of the last job; `reading_problem`: of the last look at the registry.
     """
 
@@ -28,6 +29,7 @@ class Entry:
     pending: Pending | None = None
     pending_since: float = 0.0
     following: str | None = None
+    may_follow: str | None = None
     is_busy: bool = False
     is_tried: bool = False
     problem: str | None = None

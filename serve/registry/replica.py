@@ -117,7 +117,8 @@ class Replica:
             if not self._fingerprint:  # the server restores an earlier run's names; `_start_from` compares them
                 return
             newest = entry.newest
-            is_ours = entry.following == (version or "")
+            is_ours = (version or "") in (entry.following, entry.may_follow)
+            entry.may_follow = None
             is_there = entry.pending is None and newest is not None and newest.version == version
             if is_ours or is_there:
                 return
@@ -153,6 +154,7 @@ class Replica:
                 self._turn_began = None
             self._wake.wait(self._pause_s(self._clock() - began))
             self._wake.clear()
+        self._save()
         if self._id:
             with contextlib.suppress(OSError):  # then it is silent, and is forgotten after a while
                 self._registry.leave(self._registry.replica)
@@ -299,6 +301,9 @@ class Replica:
             pause_s = STORING_SECONDS
         except (OSError, KtError) as error:
             problem = str(error) or type(error).__name__
+            if pending is None and isinstance(error, RuntimeFault):
+                with self._lock:
+                    entry.may_follow = entry.following
         except Exception as error:
             logger.exception("registry: adapter %r: unexpected error; it is tried again", name)
             problem = f"unexpected {type(error).__name__}: {error}"
