@@ -46,11 +46,15 @@ class Place(Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Replaces `key`."""
+        """Replaces `key`. A power cut may bring the former content back."""
         ...
 
     def upload(self, key: str, source: Path) -> tuple[int, str]:
-        """Returns size in bytes and SHA-256 of what was written."""
+        """Returns size in bytes and SHA-256 of what was written. `sync` makes its name durable."""
+        ...
+
+    def sync(self, prefix: str) -> None:
+        """Of a directory whose files were uploaded: a power cut does not take them away any more."""
         ...
 
     def download(self, key: str, target: Path) -> tuple[int, str]:
@@ -85,7 +89,7 @@ class DirectoryPlace:
     Needs a file system with hard links, which make `create` exclusive (NFS has them).
     """
 
-    poll_s = 0.1
+    poll_s = 0.05
 
     def __init__(self, root: Path, replica: str) -> None:
         self.root, self._unfinished = root, root / UNFINISHED / replica
@@ -119,21 +123,25 @@ class DirectoryPlace:
                 os.link(temporary, target)
             except FileExistsError:
                 return False
-            fsync_directory(target.parent)
+            self.sync(os.path.dirname(key))
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        with self._written(key, lambda file: file.write(data)) as (temporary, target):
+        with self._written(key, lambda file: file.write(data), is_synced=False) as (temporary, target):
             os.replace(temporary, target)
-            fsync_directory(target.parent)
 
     def upload(self, key: str, source: Path) -> tuple[int, str]:
         digest = hashlib.sha256()
         with source.open("rb") as opened:
             with self._written(key, lambda file: _copied(opened, file, digest)) as (temporary, target):
                 os.replace(temporary, target)
-                fsync_directory(target.parent)
             return opened.tell(), digest.hexdigest()
+
+    def sync(self, prefix: str) -> None:
+        for directory in (self.root / prefix, *(self.root / prefix).parents):
+            fsync_directory(directory)
+            if directory == self.root:
+                return
 
     def download(self, key: str, target: Path) -> tuple[int, str]:
         digest = hashlib.sha256()
@@ -154,8 +162,10 @@ class DirectoryPlace:
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _written(self, key: str, fill: Callable[[Any], object]) -> Iterator[tuple[Path, Path]]:
-        """A synced temporary file, and the path that it is for, whose directory exists. Removes the temporary file."""
+    def _written(
+        self, key: str, fill: Callable[[Any], object], *, is_synced: bool = True
+    ) -> Iterator[tuple[Path, Path]]:
+        """A temporary file, and the path that it is for, whose directory exists. Removes the temporary file."""
         target = self.root / key
         for directory in (self._unfinished, target.parent):
             self._make(directory)
@@ -164,7 +174,8 @@ class DirectoryPlace:
             with temporary.open("xb") as file:
                 fill(file)
                 file.flush()
-                os.fsync(file.fileno())
+                if is_synced:
+                    os.fsync(file.fileno())
             yield temporary, target
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -176,7 +187,6 @@ class DirectoryPlace:
         for each in reversed(missing[:-1]):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
-                fsync_directory(each.parent)
 
 
 class ObjectPlace:
@@ -222,6 +232,9 @@ class ObjectPlace:
         found = source.stat().st_size, _digest(source)
         self._call(self._store.put_file, str(source), self._at(key))
         return found
+
+    def sync(self, prefix: str) -> None:
+        """An object that was uploaded is durable."""
 
     def download(self, key: str, target: Path) -> tuple[int, str]:
         self._call(self._store.get_file, self._at(key), str(target))

@@ -36,6 +36,7 @@ class Registry:
             raise InvalidValueError(f"kept revisions: {kept}; expected at least 2")
         self.place, self.replica, self._kept, self._clock = place, replica, kept, clock
         self._uncommitted: dict[str, set[str]] = {}
+        self._joined: str | None = None
 
     # The weights that it is for.
 
@@ -63,6 +64,7 @@ class Registry:
                 f"the registry is for other weights: fingerprint {found.fingerprint} ({found.model}), and this server "
                 f"has {fingerprint} ({model}); nothing is taken from it or written to it"
             )
+        self._joined = found.registry
         return found
 
     def clear_unfinished(self) -> None:
@@ -108,7 +110,7 @@ class Registry:
         """Writes the version's files, then the manifest under the next free revision, which is above `after`.
 
         `version`: the content hash. `base`: the fingerprint of the weights. A crash before the manifest changes nothing
-        for other replicas.
+        for other replicas. After an error the manifest may be there or not: to publish again is always right.
         """
         data = f"{self.replica}/{version[:16]}-{secrets.token_hex(8)}"
         try:
@@ -118,6 +120,7 @@ class Registry:
                 files.append(File(name=path.name, size=size, sha256=digest))
             if not files:
                 raise FileNotFoundError(f"{directory}: has no files")
+            self.place.sync(f"{DATA}/{data}")
         except BaseException:
             self._forget(data)
             raise
@@ -169,10 +172,8 @@ class Registry:
             manifest = msgspec.structs.replace(wanted, revision=newest + 1, published_at=self._clock())
             if not self.place.create(_key(wanted.name, manifest.revision), encoded(manifest)):
                 continue  # another replica was first
-            try:
-                there = self.revisions().get(wanted.name, [])
-            except OSError:  # it is committed
-                return manifest
+            self._check_joined()
+            there = self.revisions().get(wanted.name, [])
             if there and there[-1] - manifest.revision >= self._kept:
                 # Many others were published, and older ones removed, between the look and the creation: this number
                 # had been taken before. A replica that has seen the newer ones would ignore it.
@@ -180,6 +181,14 @@ class Registry:
                 continue
             self._remove_old(wanted.name, there, manifest.revision)
             return manifest
+
+    def _check_joined(self) -> None:
+        """A manifest that went below the point of a mount that has gone is not published."""
+        if self._joined is None:
+            return
+        base = self.base()
+        if base is None or base.registry != self._joined:
+            raise ConflictError(f"the registry {self._joined[:8]} was replaced while this was published")
 
     def _remove_old(self, name: str, revisions: list[int], newest: int) -> None:
         """A failure leaves old files, which harm nobody."""

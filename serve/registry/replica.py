@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kt_runtime.errors import ConflictError, KtError, RuntimeFault, UnknownNameError
 from kt_runtime.files import remove_unfinished
@@ -36,19 +37,15 @@ logger = logging.getLogger(__name__)
 
 MAX_JOBS = 4
 STORING_SECONDS = 0.03
-"""Between two looks for a version that the resident is writing."""
+"""Between two looks for a version that the resident is writing; the shortest pause between two at the registry."""
 PATIENCE_SECONDS = 2.0
 """After so long, the report says why a version is not on disk."""
 RETRY_SECONDS = 1.0
 """Between two looks at a registry that fails."""
 BEAT_SECONDS = 2.0
 CLOSING_SECONDS = 3.0
-LONGEST_SHARE = 0.1
+LONGEST_SHARE = 0.2
 """Of the time that looking may take: a slow registry is looked at less often."""
-
-
-class _NotStored(RuntimeFault):
-    """The version is being written."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Replica:
         self._turn_began: float | None = None
         self._num_jobs = self._num_beats = 0
         self._is_changed = self._caught_up = self._closing = False
-        self._beat_at = 0.0
+        self._beat_at = self._looked_s = 0.0
         self._peers = Peers(registry.replica, clock, wall)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kt-registry", daemon=True)
@@ -140,7 +137,7 @@ class Replica:
     def _run(self) -> None:
         while not self._closing:
             with self._lock:
-                began = self._turn_began = self._clock()
+                self._turn_began = self._clock()
             try:
                 self._turn()
                 self._tell(None)
@@ -152,20 +149,20 @@ class Replica:
             self._save()
             with self._lock:
                 self._turn_began = None
-            self._wake.wait(self._pause_s(self._clock() - began))
+            self._wake.wait(self._pause_s())
             self._wake.clear()
         self._save()
         if self._id:
             with contextlib.suppress(OSError):  # then it is silent, and is forgotten after a while
                 self._registry.leave(self._registry.replica)
 
-    def _pause_s(self, took_s: float) -> float:
+    def _pause_s(self) -> float:
         with self._lock:
             if self._problem is not None:
                 return RETRY_SECONDS
             waiting = [each.not_before for each in self._names.values() if each.pending and not each.is_busy]
-        looks_s = min(LAST_PAUSE_SECONDS, max(self._registry.place.poll_s, took_s / LONGEST_SHARE))
-        return min([looks_s, *(max(STORING_SECONDS, at - self._clock()) for at in waiting if self._id)])
+        looks_s = min(LAST_PAUSE_SECONDS, max(self._registry.place.poll_s, self._looked_s / LONGEST_SHARE))
+        return max(STORING_SECONDS, min([looks_s, *(at - self._clock() for at in waiting)]))
 
     def _tell(self, problem: str | None) -> None:
         with self._lock:
@@ -226,7 +223,9 @@ class Replica:
 
     def _look(self) -> None:
         """Reads the manifests of new revisions."""
+        began = self._clock()
         found = self._registry.revisions()
+        self._looked_s = self._clock() - began
         with self._lock:
             for name in found:
                 self._names.setdefault(name, Entry())
@@ -291,14 +290,12 @@ class Replica:
             pending, head = entry.pending, entry.head
             if pending is None and head is not None:
                 entry.following = head.version or ""
-        problem, pause_s = None, None
+        problem = None
         try:
             if pending is not None:
                 self._publish(name, entry, pending)
             elif head is not None:
                 self._follow(head)
-        except _NotStored:
-            pause_s = STORING_SECONDS
         except (OSError, KtError) as error:
             problem = str(error) or type(error).__name__
             if pending is None and isinstance(error, RuntimeFault):
@@ -308,23 +305,22 @@ class Replica:
             logger.exception("registry: adapter %r: unexpected error; it is tried again", name)
             problem = f"unexpected {type(error).__name__}: {error}"
         with self._lock:
-            self._ended(name, entry, problem, pause_s)
+            self._ended(name, entry, problem)
         self._wake.set()
 
-    def _ended(self, name: str, entry: Entry, problem: str | None, pause_s: float | None) -> None:
+    def _ended(self, name: str, entry: Entry, problem: str | None) -> None:
         entry.is_busy, entry.following, entry.is_tried = False, None, True
         self._num_jobs -= 1
-        if problem is None and pause_s is None:
+        if problem is None:
             self._is_changed = True
             entry.settle()
             entry.retry_now()
             return
-        entry.not_before = self._clock() + (entry.pause_s if pause_s is None else pause_s)
-        if problem is not None:
-            entry.pause_s = min(2 * entry.pause_s, LAST_PAUSE_SECONDS)
-            if problem != entry.problem:
-                entry.problem, self._is_changed = problem, True
-                logger.warning("registry: adapter %r: %s; it is tried again", name, problem)
+        entry.not_before = self._clock() + entry.pause_s
+        entry.pause_s = min(2 * entry.pause_s, LAST_PAUSE_SECONDS)
+        if problem != entry.problem:
+            entry.problem, self._is_changed = problem, True
+            logger.warning("registry: adapter %r: %s; it is tried again", name, problem)
 
     def _publish(self, name: str, entry: Entry, pending: Pending) -> None:
         with self._lock:
@@ -333,13 +329,13 @@ class Replica:
         if pending.version is None:
             if seen:  # otherwise no replica knows the name
                 manifest = self._registry.unload(name, base=self._fingerprint, after=seen)
-        elif (directory := self._here.stored(name, pending.version)) is not None:
+        elif (directory := self._stored_in_time(name, entry, pending, since)) is not None:
             source = self._about.url
             manifest = self._registry.publish(
                 name, pending.version, directory, base=self._fingerprint, source=source, after=seen
             )
-        elif self._clock() - since < PATIENCE_SECONDS:
-            raise _NotStored
+        elif entry.pending is not pending:  # a newer change is to be published
+            return
         elif (why := self._here.why_not_stored(name, pending.version)) is not None:
             raise RuntimeFault(f"version {pending.version[:16]} is not published, since it is not stored here: {why}")
         else:
@@ -351,6 +347,15 @@ class Replica:
                 entry.take(manifest)
         if manifest is not None:
             logger.info("registry: revision %d of adapter %r is published", manifest.revision, name)
+
+    def _stored_in_time(self, name: str, entry: Entry, pending: Pending, since: float) -> Path | None:
+        """The directory of the version, which the resident writes soon after the name has moved."""
+        assert pending.version is not None
+        while (found := self._here.stored(name, pending.version)) is None:
+            if self._clock() - since > PATIENCE_SECONDS or entry.pending is not pending or self._closing:
+                return None
+            time.sleep(STORING_SECONDS)
+        return found
 
     def _follow(self, manifest: Manifest) -> None:
         name, version = manifest.name, manifest.version

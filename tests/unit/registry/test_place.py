@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,13 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     sync = os.fsync
 
     def synced(descriptor: int) -> None:
-        seen.append(place.keys("names"))
+        seen.append((stat.S_ISREG(os.fstat(descriptor).st_mode), place.keys("names")))
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", synced)
     assert place.create("names/bob/00000001.json", b"x" * 100)
-    before, after = seen[:-1], seen[-1]
-    assert before and not any(before) and after == ["names/bob/00000001.json"]
+    there = ["names/bob/00000001.json"]
+    assert seen == [(True, []), (False, there), (False, there), (False, there)]  # the file, then bob, names, the root
 
 
 def test_a_key_is_created_once(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_what_failed_between_files_and_manifest_is_removed_by_the_next_publicati
     assert {key.rpartition("/")[0] for key in one.place.keys("data")} == {f"data/{manifest.data}"}
 
 
-def test_an_error_after_the_commit_is_no_failure(
+def test_after_an_error_behind_the_commit_publishing_again_loses_nothing(
     opened: Open, version: Version, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one = opened("one")
@@ -233,10 +233,37 @@ def test_an_error_after_the_commit_is_no_failure(
         return create(key, data)
 
     monkeypatch.setattr(one.place, "create", created)
-    manifest = publish(one, version, 1)
+    with pytest.raises(OSError, match="does not answer"):
+        publish(one, version, 1)
     monkeypatch.setattr(one.place, "keys", keys)
-    assert one.manifest("bob", 1) == manifest
-    assert content(one.pull(manifest, tmp_path)) == content(version(1))
+    monkeypatch.setattr(one.place, "create", create)
+    assert publish(one, version, 1).revision == 2
+    for revision in (1, 2):
+        assert content(one.pull(one.manifest("bob", revision), tmp_path)) == content(version(1))
+
+
+def test_what_went_into_another_directory_in_the_registry_s_place_is_not_published(
+    tmp_path: Path, version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that goes while a publisher writes: the rest lands below its point."""
+    root = tmp_path / "registry"
+    root.mkdir()
+    one = Registry(open_place(str(root), "one"), "one")
+    one.join(BASE, "model", {})
+    create = one.place.create
+
+    def create_elsewhere(key: str, data: bytes) -> bool:
+        root.rename(tmp_path / "elsewhere")
+        root.mkdir()
+        return create(key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.place, "create", create_elsewhere)
+        with pytest.raises(ConflictError, match="was replaced while this was published"):
+            publish(one, version, 1)
+    root.rename(tmp_path / "below")
+    (tmp_path / "elsewhere").rename(root)
+    assert one.revisions() == {} and publish(one, version, 1).revision == 1
 
 
 def publish_and_die(root: str, directory: str, before: str) -> None:

@@ -227,8 +227,9 @@ def test_an_empty_directory_in_its_place_is_no_registry_also_after_a_restart(
     one.stop()
     one.start()
     eventually(lambda: "this server joined registry" in (one.report.problem or ""))
-    assert not list(root.iterdir()) and one.server.names == {"bob": first}
-    root.rmdir()
+    assert not (root / "base.json").exists() and not (root / "names").exists()
+    assert one.server.names == {"bob": first}
+    shutil.rmtree(root)
     (tmp_path / "elsewhere").rename(root)
     eventually(lambda: one.is_at("bob", 1))
 
