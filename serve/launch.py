@@ -311,6 +311,7 @@ def _settings(
         wire_address=f"ipc://{directory / f'resident-{options.port}.sock'}",
         names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
         adapter_directory=str(adapters),
+        stores_at_once=options.registry is not None,
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,

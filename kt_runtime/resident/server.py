@@ -147,6 +147,7 @@ class Resident:
             self.scheduler.submit,
             self._workers,
             self._on_moved,
+            stores_at_once=settings.stores_at_once,
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set

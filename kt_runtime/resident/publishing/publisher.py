@@ -179,11 +179,13 @@ class Publisher:
         submit: Callable[[Work], None],
         workers: Workers,
         moved: Callable[[str, Exception | None], None],
+        *,
+        stores_at_once: bool = False,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._persistence = Persistence(store, host.model)
+        self._persistence = Persistence(store, host.model, at_once=stores_at_once)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
         self._has_asked = False
