@@ -339,9 +339,9 @@ def test_publishers_of_one_name_get_revisions_in_one_order_and_nothing_is_mixed(
     for revision in range(1, 3 * each + 1):
         manifest = reader.manifest("bob", revision)
         (text,) = set(content(reader.pull(manifest, tmp_path)).values())
-        replica, number = text.decode().split()
-        assert (manifest.replica, manifest.version) == (replica, hash_of(int(number)))
-        order[replica].append(int(number))
+        publisher, its_number = text.decode().split()
+        assert (manifest.replica, manifest.version) == (publisher, hash_of(int(its_number)))
+        order[publisher].append(int(its_number))
     assert all(numbers == list(range(each)) for numbers in order.values())
     assert not reader.place.keys("unfinished")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,20 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(replicas, name, seconds)
 
 
+def is_everywhere(member: Member, name: str) -> bool:
+    return not member.name(name).not_moved
+
+
 def test_a_name_moves_on_every_replica_and_every_replica_knows_it(member: Make) -> None:
     one, two, three = (member(name) for name in ("one", "two", "three"))
     first = one.server.publish("bob", "first")
     for each in (one, two, three):
-        eventually(lambda each=each: each.is_at("bob", 1))
+        eventually(partial(each.is_at, "bob", 1))
         assert each.server.names == {"bob": first}
     second = two.server.publish("bob", "second")
     for each in (one, two, three):
-        eventually(lambda each=each: each.is_at("bob", 2) and not each.name("bob").not_moved)
+        eventually(partial(each.is_at, "bob", 2))
+        eventually(partial(is_everywhere, each, "bob"))
         assert each.server.names == {"bob": second} and each.name("bob").published_by == two.id
     eventually(lambda: {each.url for each in one.report.replicas} == {"http://one", "http://two", "http://three"})
     eventually(lambda: all(each.behind == 0 for each in one.report.replicas))
@@ -80,7 +86,7 @@ def test_a_restart_without_news_moves_and_publishes_nothing(member: Make, root: 
         each.stop()
         each.server.followed.clear()
         each.start()
-        eventually(lambda each=each: each.is_at("bob", 1))
+        eventually(partial(each.is_at, "bob", 1))
     assert one.server.followed == two.server.followed == []
     assert len(list((root / "names" / "bob").iterdir())) == 1
 
