@@ -16,7 +16,7 @@ from kt_runtime.bench.measuring import Say, measures
 @click.option("--replicas", default=3, show_default=True, help="Servers of one registry, all on this machine.")
 @click.option("--size", default="10MB", show_default=True, help="Of the adapters that are published.")
 @click.option("--rounds", default=5, show_default=True, help="Publications that count.")
-@click.option("--streams", default=1, show_default=True, help="Of each replica, that use the name meanwhile.")
+@click.option("--streams", default=0, show_default=True, help="Of each replica, that use the name meanwhile.")
 @click.option("--dtype", help="The servers': bfloat16 or float32. [default: the faster one here]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @measures

@@ -24,7 +24,7 @@ class Plan:
     replicas: int = 3
     size: str = "10MB"
     rounds: int = 5
-    streams: int = 1
+    streams: int = 0
     dtype: str | None = None
 
     def __post_init__(self) -> None:
