@@ -147,6 +147,7 @@ class Resident:
             self.scheduler.submit,
             self._workers,
             self._on_moved,
+            stores_at_once=settings.stores_at_once,
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
@@ -303,6 +304,10 @@ class Resident:
             case messages.LoadAdapter():
                 done = self._answers.when_moved(request, request.name)
                 self.publisher.load(request.name, request.path, done, take_over=request.take_over)
+                return None
+            case messages.FollowAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.follow(request.name, request.path, request.adapter_version, request.source, done)
                 return None
             case messages.RollbackAdapter():
                 done = self._answers.when_moved(request, request.name)

@@ -42,7 +42,7 @@ from kt_runtime.adapters import (
     read_adapter,
 )
 from kt_runtime.adapters.tensors import Contents, contents_of, free_elsewhere, give_way
-from kt_runtime.errors import ConflictError, KtError, UnknownNameError
+from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
@@ -179,11 +179,13 @@ class Publisher:
         submit: Callable[[Work], None],
         workers: Workers,
         moved: Callable[[str, Exception | None], None],
+        *,
+        stores_at_once: bool = False,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._persistence = Persistence(store, host.model)
+        self._persistence = Persistence(store, host.model, at_once=stores_at_once)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
         self._has_asked = False
@@ -255,6 +257,24 @@ class Publisher:
             return lambda: preparation.checked(self._read(name, path), path)
 
         self._add(_Operation(name, self._fresh_id(), begin, done, claims=True, take_over=take_over, path=path))
+
+    def follow(self, name: str, path: str, version: str, source: str, done: Done) -> None:
+        """As `load`, for a version that another server published: AdapterError if its hash is not `version`.
+
+        The name's owner does not change.
+        """
+        self.check(name, None, take_over=True)
+
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            def read() -> Prepared:
+                prepared = preparation.checked(self._read(name, path), source)
+                if prepared.version.hash != version:
+                    raise AdapterError(f"{path}: its content has the hash {prepared.version.hash}, not {version}")
+                return prepared
+
+            return read
+
+        self._add(_Operation(name, self._fresh_id(), begin, done, path=path))
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
         """Starts moving `name` to an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.lora import huge_adapter, random_adapter
+from reference.lora import huge_adapter, random_adapter, write_adapter
 from reference.resident.desk import Desk
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, as_version, content_hash
@@ -498,3 +498,28 @@ def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(
     desk.written()
     assert [version.stored for version in desk.info("bob").versions] == [True, True]
     assert desk.publisher.unstored() == []
+
+
+def test_a_version_of_another_server_moves_the_name_and_leaves_its_owner(desk: Desk, tmp_path: Path) -> None:
+    session = desk.session("trainer")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
+    write_adapter(tmp_path / "pulled", adapter)
+    desk.publisher.follow("bob", str(tmp_path / "pulled"), content_hash(adapter), "of two", desk.outcomes.append)
+    desk.settle()
+    assert desk.outcomes[-1].hash == desk.current("bob") == content_hash(adapter)
+    info = desk.info("bob")
+    assert (info.owner, info.versions[0].source) == ("trainer", "of two")
+    desk.publish("bob", 3, session=session)  # without take_over
+    desk.settle()
+    assert isinstance(desk.outcomes[-1], AdapterVersion) and desk.current("bob") == desk.outcomes[-1].hash
+
+
+def test_a_version_with_another_hash_is_not_served(desk: Desk, tmp_path: Path) -> None:
+    adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
+    write_adapter(tmp_path / "pulled", adapter)
+    desk.publisher.follow("bob", str(tmp_path / "pulled"), "0" * 64, "of two", desk.outcomes.append)
+    desk.settle()
+    assert isinstance(desk.outcomes[-1], AdapterError) and content_hash(adapter) in str(desk.outcomes[-1])
+    assert desk.host.names == {} and not desk.host.installed
