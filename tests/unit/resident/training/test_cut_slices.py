@@ -148,8 +148,8 @@ def test_cut_layers_choose_the_keys_of_uncut_ones(
 ) -> None:
     """Also where layers share an indexer, and a cut gives them the choice of some rows at a time."""
     expected, values, _ = computed(lab_of(make_further_host(family)), batch, lambda _: None)
-    for choose in (least, anyhow(1)):
-        found, again, _ = computed(lab_of(make_further_host(family)), batch, choose)
+    for cut in (least, anyhow(1)):
+        found, again, _ = computed(lab_of(make_further_host(family)), batch, cut)
         assert torch.equal(found.logprobs, expected.logprobs) and found.loss == expected.loss
         for kind, tensors in values.items():
             assert all(torch.equal(again[kind][name], tensor) for name, tensor in tensors.items())
