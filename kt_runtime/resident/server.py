@@ -221,6 +221,8 @@ class Resident:
     def turn(self) -> None:
         """Every rank: runs the slices that the last `apply` planned."""
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
+        with _training_mode():
+            self.scheduler.run_short(is_serving)
         # The plan was made before this turn's requests arrived. With targets, their prefill has priority over training.
         if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
             with _training_mode():

@@ -41,10 +41,11 @@ from kt_runtime.adapters import (
     content_hash,
     read_adapter,
 )
-from kt_runtime.adapters.tensors import Contents, contents_of, free_elsewhere, give_way
+from kt_runtime.adapters.tensors import Contents, contents_of, give_way
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
+from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
