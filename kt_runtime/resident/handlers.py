@@ -26,7 +26,8 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
-from kt_runtime.resident.publishing.publisher import Forgotten, Prepared, Publisher
+from kt_runtime.resident.publishing.preparation import Prepared
+from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.call import CallResult
