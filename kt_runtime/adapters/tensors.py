@@ -38,7 +38,7 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
-LARGE_BYTES = 16 << 20
+LARGE_BYTES = 32 << 20
 """Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends within a decode step."""
 NICENESS = 5
 """What threads that give way add to the process's: beside the engine a third of its time on a processor (sched(7))."""
@@ -216,9 +216,14 @@ def _keep(memory: mmap.mmap) -> None:
             free_elsewhere(_SPARE.pop(0))
 
 
-def thread_pool(name: str) -> ThreadPoolExecutor:
-    """`NUM_THREADS` threads whose tensor operations don't start further threads."""
-    return ThreadPoolExecutor(NUM_THREADS, name, without_openmp)
+def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
+    """`NUM_THREADS` threads whose tensor operations don't start further threads, for work on `num_bytes`."""
+
+    def begin() -> None:
+        without_openmp()
+        give_way(num_bytes)
+
+    return ThreadPoolExecutor(NUM_THREADS, name, begin)
 
 
 def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

@@ -16,12 +16,15 @@ from kt_runtime.adapters import (
     content_hash,
     read_adapter,
 )
-from kt_runtime.adapters.tensors import LARGE_BYTES, Contents, contents_of, give_way
+from kt_runtime.adapters.tensors import Contents, contents_of, give_way
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
 
 logger = logging.getLogger(__name__)
+
+SMALL_BYTES = 16 << 20
+"""Of a file whose adapter the engine's thread copies into a slot, in a few milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Preparation:
 
     def loaded_if_small(self, path: str) -> Prepared | None:
         """As `loaded`; None for a file whose copy into a slot would take too long for the engine's thread."""
-        return self.loaded(path) if self._file_bytes(path) < LARGE_BYTES else None
+        return self.loaded(path) if self._file_bytes(path) < SMALL_BYTES else None
 
     def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
         """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""

@@ -18,6 +18,7 @@ from kt_runtime.adapters.tensors import (
     give_way,
     keep_spare,
     on_threads,
+    thread_pool,
 )
 
 SHAPES = {"a": torch.Size((3, 5)), "none": torch.Size((0, 4)), "b": torch.Size((2, 7, 2))}
@@ -89,4 +90,7 @@ def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> 
         thread.join(60)
     assert found["small"] == [before, before]
     assert found["large"] == [min(19, before + NICENESS)] * 2
+    for num_bytes, expected in ((0, before), (LARGE_BYTES, min(19, before + NICENESS))):
+        with thread_pool("kt-test", num_bytes) as threads:
+            assert threads.submit(niceness).result(60) == expected
     assert niceness() == before

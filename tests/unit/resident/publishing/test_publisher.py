@@ -226,7 +226,7 @@ def test_a_load_waits_for_what_is_still_read_ahead(desk: Desk, tmp_path: Path) -
 
 
 def test_a_large_file_is_not_read_ahead(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "LARGE_BYTES", 1)
+    monkeypatch.setattr(preparation, "SMALL_BYTES", 1)
     load_ahead(desk, "carol", write_directory(desk, tmp_path / "adapter"), has_ended=True)
     assert not desk.host.moves and not desk.host.placed
     desk.settle()
