@@ -189,9 +189,7 @@ class Publisher:
         operation.preparation, operation.prepared = preparation, prepared
         self._add(operation)
 
-    def load(
-        self, name: str, path: str, done: Done, *, take_over: bool = False, ahead: str | None = None
-    ) -> None:
+    def load(self, name: str, path: str, done: Done, *, take_over: bool = False, ahead: str | None = None) -> None:
         """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too.
 
         `ahead`: the key of `read_ahead`, if it was called.
