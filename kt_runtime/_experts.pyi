@@ -84,10 +84,13 @@ def attend(
     logit_cap: float,
     sinks: Any,
     window: int,
+    chosen: Any,
     /,
 ) -> None:
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
+def prepare_index_rows(isa: str, num_threads: int, /, *operands: Any) -> None: ...
+def select_keys(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def gated_delta(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def gated_delta_backward(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def attend_backward(
@@ -105,6 +108,7 @@ def attend_backward(
     by_q: Any,
     by_keys: Any,
     by_values: Any,
+    chosen: Any,
     /,
 ) -> None:
     """Gradients of `attend` without slots and cap (csrc/ops/attention_backward.h)."""

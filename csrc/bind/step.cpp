@@ -152,7 +152,8 @@ class LayerReader {
     Latent attention;
     attention.latent_norm = tensor("latent_norm", {stack_.layers.empty() ? -1 : key_size(2) - rope});
     const int64_t size = attention.latent();
-    attention.keys = tensor("keys", {key_size(0), 1, size + rope}, true);
+    attention.top_k = tensor.value("top_k").cast<int64_t>();
+    read_latent_keys(tensor, size + rope, &attention);
     attention.key_heads = tensor("key_heads", {heads, size, -1});
     attention.value_heads = tensor("value_heads", {heads, -1, size});
     attention.query_norm = tensor.optional("query_norm", {-1});
@@ -162,7 +163,46 @@ class LayerReader {
     attention.query = linear(tensor, "query", rank > 0 ? rank : hidden, {heads * (nope + rope)});
     attention.heads_lora = pool("kv_b", size, {heads * (nope + attention.value())});
     attention.out = linear(tensor, "out", heads * attention.value(), {hidden});
+    if (tensor.has("indexer")) read_indexer(tensor.part("indexer"), &attention);
     return attention;
+  }
+
+  // The pool's rows: latents and rotary keys, then perhaps index keys, which `Indexer::keys` sees.
+  void read_latent_keys(const Tensors& tensor, int64_t size, Latent* attention) const {
+    if (attention->top_k < 0 || (!stack_.layers.empty() && attention->top_k != stack_.top_keys()))
+      fail(tensor.prefix() + "top_k is " + std::to_string(attention->top_k) +
+           "; must be 0 or more, and the same in all layers");
+    const bool is_first = stack_.layers.empty();
+    if (attention->top_k > 0 && is_first && !tensor.has("indexer"))
+      fail(tensor.prefix() + "indexer is missing: the first layer with top_k has one");
+    attention->keys = tensor("keys", {key_size(0), 1, attention->top_k > 0 ? -1 : size}, true);
+    if (attention->keys.shape[2] < size)
+      fail(tensor.prefix() + "keys has rows of " + std::to_string(attention->keys.shape[2]) +
+           " elements; expected at least " + std::to_string(size));
+    attention->indexer.keys = attention->keys;
+    attention->keys.shape[2] = size;
+  }
+
+  void read_indexer(const Tensors& tensor, Latent* attention) const {
+    Indexer& indexer = attention->indexer;
+    const int64_t rope = stack_.angles.shape[1], first = attention->keys.shape[2];
+    const int64_t size = indexer.keys.shape[2] - first;
+    if (attention->top_k < 1 || attention->rank() < 1 || size < rope)
+      fail(tensor.prefix() + "query: an indexer needs top_k, compressed queries, and at least " + std::to_string(rope) +
+           " elements of each row of keys; there are " + std::to_string(size));
+    indexer.key = tensor("key", {size, stack_.hidden()});
+    indexer.weights = tensor.read("weights", {-1, stack_.hidden()}, DType::kF32);
+    indexer.query = tensor("query", {indexer.heads() * size, attention->rank()});
+    indexer.norm_weight = tensor.read("norm_weight", {size}, DType::kF32);
+    indexer.norm_bias = tensor.read("norm_bias", {size}, DType::kF32);
+    indexer.top_k = attention->top_k;
+    indexer.interleaved = tensor.flag("interleaved", false);
+    TensorView keys = indexer.keys;
+    keys.data = keys.as<char>() + first * dtype_bytes(keys.dtype);
+    keys.ndim = 2;
+    keys.shape[1] = size;
+    keys.strides[1] = 1;
+    indexer.keys = keys;
   }
 
   GatedMlp gated_mlp(const Tensors& tensor) const {

@@ -51,11 +51,26 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Chooses the keys that a query sees (csrc/ops/router/indexer.h). M heads of E elements: `query` [M E, rank],
+    `key` [E, H]; float32: `norm_weight` and `norm_bias` [E], `weights` [M, H]."""
+
+    query: Tensor
+    key: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weights: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Latent:
     """In absorbed order. `compress` [rank + latent + rope, H]; without a `query_norm` [rank] the rank is 0.
 
     `query` [N (nope + rope), rank], or [N (nope + rope), H]; `latent_norm` [latent]; `key_heads` [N, latent, nope] and
-    `value_heads` [N, value, latent]; `keys` [S, 1, latent + rope]; `out` [H, N value].
+    `value_heads` [N, value, latent]; `keys` [S, 1, latent + rope]; `out` [H, N value]. `top_k` above 0: a query sees so
+    many keys at most, which the `indexer` chooses, or the one of an earlier layer; `keys` then has E elements more in
+    each row, for index keys.
     """
 
     compress: Tensor
@@ -66,6 +81,8 @@ class Latent:
     value_heads: Tensor
     keys: Tensor
     out: Tensor
+    indexer: Indexer | None = None
+    top_k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

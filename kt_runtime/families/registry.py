@@ -5,6 +5,7 @@ from __future__ import annotations
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.families.base import Config, Family
 from kt_runtime.families.models.deepseek import DeepseekV2, DeepseekV3
+from kt_runtime.families.models.deepseek_v32 import DeepseekV32, GlmMoeDsa
 from kt_runtime.families.models.glm4_moe import Glm4Moe, Glm4MoeLite
 from kt_runtime.families.models.gpt_oss import GptOss
 from kt_runtime.families.models.llama4 import Llama4
@@ -19,6 +20,7 @@ FAMILIES: tuple[Family, ...] = (
     *(Qwen3Moe(), DeepseekV2(), DeepseekV3()),
     *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite(), MinimaxM2()),
     *(GptOss(), Llama4(), Qwen3Next()),
+    *(DeepseekV32(), GlmMoeDsa()),
 )
 
 

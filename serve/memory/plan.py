@@ -3,7 +3,8 @@
 The need is computed from config.json alone, before anything is loaded. Attention and dense weights have the server's
 dtype, even if the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized
 to. The sizes of SGLang's pools follow SGLang 0.5.23: latent attention caches kv_lora_rank + qk_rope_head_dim numbers
-per token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. Estimates are labelled as such.
+per token and layer, with an indexer index_head_dim more; grouped-query attention 2 * num_key_value_heads * head_dim.
+Estimates are labelled as such.
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
 def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
     layers = family_for(config).attending_layers(config)
     if config.get("kv_lora_rank"):
-        return layers * (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim"))
+        of_latent = integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim")
+        return layers * (of_latent + family_for(config).index_size(config))
     if config.get("head_dim"):
         head_dim = integer(config, "head_dim")
     else:

@@ -28,10 +28,13 @@ class Served:
 # The first match applies.
 SERVED = (
     Served(r"deepseek-(v3|v3-0324|v3-base|v3\.1(-base|-terminus)?|r1|r1-0528|r1-zero)", "deepseek-ai", "DeepSeek-V3"),
+    Served(r"deepseek-v3\.2(-exp(-base)?|-speciale)?", "deepseek-ai", "DeepSeek-V3.2"),
     Served(r"deepseek-(coder-)?v2(\.5)?(-.*)?", "deepseek-ai", "DeepSeek-V2-Lite"),
     Served(r"glm-4\.5-air(-base)?", "zai-org", "GLM-4.5-Air"),
     Served(r"glm-4\.7-flash", "zai-org", "GLM-4.7-Flash"),
     Served(r"glm-4\.[567](-base)?", "zai-org", "GLM-4.5"),
+    Served(r"glm-5(\.1)?", "zai-org", "GLM-5"),
+    Served(r"glm-5\.2", "zai-org", "GLM-5.2"),
     Served(r"gpt-oss-120b", "openai", "gpt-oss-120b"),
     Served(r"gpt-oss-20b", "openai", "gpt-oss-20b"),
     Served(r"kimi-k2\.[567](-code)?", "moonshotai", "Kimi-K2.5"),
@@ -48,7 +51,6 @@ SERVED = (
 
 # (pattern, its architecture)
 NOT_SERVED = (
-    (r"deepseek-v3\.2.*", "DeepseekV32ForCausalLM"),
     (r"deepseek-v4.*", "DeepseekV4ForCausalLM"),
     (r"deepseek-r1-distill-.*", "a dense model"),
     (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),

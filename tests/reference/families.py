@@ -17,6 +17,8 @@ MADE = {
     "gpt_oss": "tiny-gpt-oss",
     "llama4_text": "tiny-llama4",
     "qwen3_next": "tiny-qwen3-next",
+    "deepseek_v32": "tiny-deepseek-v32",
+    "glm_moe_dsa": "tiny-glm-moe-dsa",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

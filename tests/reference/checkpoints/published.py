@@ -128,6 +128,9 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "gated_queries": 2 * heads * head,
         "one": 1,
     }
+    if "index_topk" in config:
+        found |= {"index_size": config["index_head_dim"], "index_heads": config["index_n_heads"]}
+        found["index_queries"] = found["index_size"] * found["index_heads"]
     if "linear_num_key_heads" in config:
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]

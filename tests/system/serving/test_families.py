@@ -31,6 +31,8 @@ WRITTEN = {
     ),
     "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
+    "deepseek_v32": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "glm_moe_dsa": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "qwen3_next": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "minimax_m2": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "llama4_text": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),

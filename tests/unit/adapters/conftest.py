@@ -94,6 +94,19 @@ GLM4_MOE_LITE = DEEPSEEK_V3 | {
     "model_type": "glm4_moe_lite",
     "n_group": 1,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 5,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+}
+GLM_MOE_DSA = DEEPSEEK_V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "n_group": 1,
+    "topk_group": 1,
+}
 MINIMAX_M2 = _COMMON | {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
@@ -214,6 +227,16 @@ def glm4_moe() -> TinyModel:
 @pytest.fixture
 def glm4_moe_lite() -> TinyModel:
     return TinyModel(dict(GLM4_MOE_LITE))
+
+
+@pytest.fixture
+def deepseek_v32() -> TinyModel:
+    return TinyModel(dict(DEEPSEEK_V32))
+
+
+@pytest.fixture
+def glm_moe_dsa() -> TinyModel:
+    return TinyModel(dict(GLM_MOE_DSA))
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_the_rows_of_each_sglang_tensor_are_used_once_and_without_gaps(config: d
         assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
 
 
-NOT_ADAPTED = ("lm_head", "in_proj_ba", "shared_expert_gate")
+NOT_ADAPTED = ("lm_head", "in_proj_ba", "shared_expert_gate", "wq_b", "wk", "weights_proj")
 
 
 def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]) -> None:
@@ -181,6 +181,7 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("deepseek_v3", "attention_bias", True),
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "n_shared_experts", 0),
+        ("deepseek_v3", "index_topk", 2048),
         ("deepseek_v3", "first_k_dense_replace", 3),
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
@@ -196,6 +197,20 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("glm4_moe_lite", "first_k_dense_replace", 2),
         ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("deepseek_v32", "q_lora_rank", None),
+        ("deepseek_v32", "index_topk", None),
+        ("deepseek_v32", "index_n_heads", 0),
+        ("deepseek_v32", "index_head_dim", 2),
+        ("deepseek_v32", "index_topk_freq", 4),
+        ("deepseek_v32", "indexer_types", ["full", "shared", "full"]),
+        ("deepseek_v32", "indexer_rope_interleave", True),
+        ("deepseek_v32", "rope_interleave", False),
+        ("deepseek_v32", "index_kpool", 4),
+        ("deepseek_v32", "index_k_norm_type", "rms"),
+        ("glm_moe_dsa", "indexer_rope_interleave", False),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"]),
+        ("glm_moe_dsa", "indexer_types", ["full", "half", "full"]),
+        ("glm_moe_dsa", "index_topk_pattern", "SFF"),
         ("minimax_m2", "scoring_func", "softmax"),
         ("minimax_m2", "use_routing_bias", False),
         ("minimax_m2", "use_qk_norm", False),

@@ -11,6 +11,9 @@ from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 PUBLISHED = {
     "DeepSeek-V3-bf16": (671, 37),
     "DeepSeek-V3": (671, 37),
+    "DeepSeek-V3.2": (671, 37),
+    "GLM-5": (744, 40),
+    "GLM-5.2": (744, 40),
     "DeepSeek-V2-Lite": (15.7, 2.4),
     "Kimi-K2": (1026, 32),
     "Kimi-K2-Thinking": (1026, 32),
