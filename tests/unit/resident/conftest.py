@@ -105,6 +105,7 @@ class FakeHost:
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
         self.slots_reserved = 0
+        self.placed: list[object] = []
         self.reserved: set[object] = set()  # and neither released nor used: a used slot is released too, without effect
         self.frontend = Wakeup()
         self.versions: dict[str, str] = {}
@@ -144,6 +145,10 @@ class FakeHost:
         self.preparing_threads.add(threading.current_thread().name)
         copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+
+    def place_adapter(self, prepared: object, slot: object) -> object:
+        self.placed.append(slot)
+        return prepared
 
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
         assert isinstance(prepared, AdapterTensors)
