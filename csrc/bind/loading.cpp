@@ -192,7 +192,7 @@ void bind_loading(py::module_& module) {
                                return names;
                              })
       .def_buffer([](PackedMatrix& matrix) {
-        return py::buffer_info(const_cast<uint8_t*>(matrix.data()), 1, "B", 1, {matrix.bytes()}, {1}, true);
+        return py::buffer_info(const_cast<uint8_t*>(matrix.data()), 1, "B", 1, {matrix.bytes()}, {1});
       });
 }
 

@@ -74,6 +74,4 @@ def _keep_packed(model: Any, *args: Any, **kwargs: Any) -> None:
             module = model.get_submodule(parameter.rpartition(".")[0])
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
             size += weight.nbytes
-    progress.logger.info(
-        "%d linear layers keep the file's quantized matrices: %.2f GB", len(parts), size / 1e9
-    )
+    progress.logger.info("%d linear layers keep the file's quantized matrices: %.2f GB", len(parts), size / 1e9)

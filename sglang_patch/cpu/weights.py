@@ -92,18 +92,19 @@ def dense_tensors(
 
 
 def gguf_tensors(
-    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype, packed: Collection[str] = ()
+    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype, kept: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
-    `packed`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. The router's correction bias stays float32, and a tied head is left out.
+    `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. The router's
+    correction bias stays float32, and a tied head is left out.
     """
     family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
     with GgufTensors(files) as tensors:
         for source in family.twin_sources(config):
             name = source.name
-            if name in packed or (is_tied and name == "lm_head.weight"):
+            if name in kept or (is_tied and name == "lm_head.weight"):
                 continue
             if name.endswith(gguf.KV_B) and gguf.gguf_name(name) not in tensors:
                 yield family.stored_name(name), _joined_kv_b(tensors, name, dtype)

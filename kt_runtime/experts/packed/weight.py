@@ -1,4 +1,4 @@
-"""A linear layer's matrix that stays quantized: packed in the layout of the routed experts (csrc/weights/packed_matrix.h).
+"""A linear layer's matrix that stays quantized: packed like those of the routed experts (csrc/weights/packed_matrix.h).
 
 It stands where SGLang's module and the training twin have their parameter, with the shape and the dtype of the matrix
 that it replaces. `experts.dense` multiplies by it. It has no elements: PyTorch's operators refuse it.
@@ -51,7 +51,7 @@ class PackedWeight(torch.Tensor):
     def __getitem__(self, rows: Any) -> PackedWeight:
         """Rows [start, stop), which must be whole tensors. InvalidValueError: they are not."""
         ends = self.native.ends
-        start, stop, step = rows.indices(len(self))
+        start, stop, step = rows.indices(self.shape[0])
         starts = [0, *ends[:-1]]
         if step != 1 or start not in starts or stop not in ends or stop <= start:
             raise InvalidValueError(f"rows {start}:{stop} of a packed matrix, whose tensors end at rows {ends}")

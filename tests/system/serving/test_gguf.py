@@ -77,7 +77,14 @@ def started(
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Served]:
     types = {"blk.1.ffn_down_exps": "IQ4_XS", "ffn_down_exps": "Q8_0", "_exps": "MXFP4"}
-    types |= {"ffn_gate.": "Q8_0", "ffn_up.": "Q4_0", "ffn_down.": "Q6_K", "_shexp": "Q4_0", "attn_q_a.": "Q5_0", "attn_kv_a_mqa.": "Q8_0"}
+    types |= {
+        "ffn_gate.": "Q8_0",
+        "ffn_up.": "Q4_0",
+        "ffn_down.": "Q6_K",
+        "_shexp": "Q4_0",
+        "attn_q_a.": "Q5_0",
+        "attn_kv_a_mqa.": "Q8_0",
+    }
     types |= {"blk.1.attn_q_b.": "Q4_0", "attn_output.": "Q8_0", "output.": "MXFP4"}
     yield from started(wide_deepseek(), types, 11, "float32", tmp_path_factory.mktemp("exact"), place)
 

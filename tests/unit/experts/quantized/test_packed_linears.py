@@ -45,8 +45,7 @@ def matrices(kinds: Sequence[str], columns: int = COLUMNS) -> tuple[list[np.ndar
         for index, (rows, kind) in enumerate(zip(ROWS, kinds, strict=True))
     ]
     values = [
-        gguf.quants.dequantize(each, gguf.GGMLQuantizationType[kind])
-        for each, kind in zip(blocks, kinds, strict=True)
+        gguf.quants.dequantize(each, gguf.GGMLQuantizationType[kind]) for each, kind in zip(blocks, kinds, strict=True)
     ]
     return blocks, torch.from_numpy(np.concatenate(values).astype(np.float64))
 
@@ -143,7 +142,7 @@ def test_a_row_with_nan_or_inf_has_no_finite_result_and_leaves_the_others(tmp_pa
 
 
 def test_it_stands_for_a_parameter(tmp_path: Path) -> None:
-    """Where SGLang's modules and the twin have theirs: differentiable for x, sliced by tensors, counted by its bytes."""
+    """Where SGLang and the twin have theirs: differentiable for x, sliced by tensors, counted by its bytes."""
     weight, values = packed(tmp_path, MIXED, torch.float32)
     parameter = torch.nn.Parameter(weight, requires_grad=False)
     assert isinstance(parameter, PackedWeight) and parameter.shape == (sum(ROWS), COLUMNS)
@@ -151,8 +150,10 @@ def test_it_stands_for_a_parameter(tmp_path: Path) -> None:
     x = rows(3).requires_grad_()
     frozen_linear(x, parameter).sum().backward()
     assert x.grad is not None and relative(x.grad, values.sum(0).expand(3, -1)) <= FLOAT32
-    assert weight.nbytes == len(weight.content()) == sum(
-        packed_bytes(kind, size, COLUMNS) for kind, size in zip(MIXED, ROWS, strict=True)
+    assert (
+        weight.nbytes
+        == len(weight.content())
+        == sum(packed_bytes(kind, size, COLUMNS) for kind, size in zip(MIXED, ROWS, strict=True))
     )
     values_part = weight[sum(ROWS[:2]) :]
     assert values_part.shape == (ROWS[2], COLUMNS) and torch.equal(

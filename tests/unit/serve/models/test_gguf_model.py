@@ -153,7 +153,12 @@ def test_linear_layers_stay_quantized_where_all_their_tensors_can(tmp_path: Path
     requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {**types, "attn_output.": "Q8_0", "output.": "MXFP4"})
     config = config_of(gguf_directory(tmp_path / "m.gguf"))
     layer = "model.layers.1.self_attn"
-    wanted = {f"{layer}.q_proj": "Q5_0", f"{layer}.k_proj": "Q8_0", f"{layer}.v_proj": "Q4_0", f"{layer}.o_proj": "Q8_0"}
+    wanted = {
+        f"{layer}.q_proj": "Q5_0",
+        f"{layer}.k_proj": "Q8_0",
+        f"{layer}.v_proj": "Q4_0",
+        f"{layer}.o_proj": "Q8_0",
+    }
     wanted |= {"model.layers.0.self_attn.o_proj": "Q8_0", "lm_head": "MXFP4"}
     assert packed_tensors(config) == {f"{name}.weight": kind for name, kind in wanted.items()}
 
@@ -169,7 +174,7 @@ def test_linear_layers_stay_quantized_where_all_their_tensors_can(tmp_path: Path
     )
     assert dense_bytes(config, "cpu") == whole - saved < whole == dense_bytes(config, "gpu")
     config["quantization_config"]["dense"]["lm_head.weight"] = "Q2_K"
-    with pytest.raises(CheckpointError, match="'dense' is .*; expected an object of Q8_0, Q4_0"):
+    with pytest.raises(CheckpointError, match=r"'dense' is .*; expected an object of Q8_0, Q4_0"):
         quantization_of(config)
 
 
