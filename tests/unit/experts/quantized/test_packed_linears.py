@@ -59,10 +59,11 @@ def packed(place: Path, kinds: Sequence[str], dtype: torch.dtype) -> tuple[Packe
 
 
 def in_int8(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x with each group of columns rounded to 127 steps, float64."""
-    groups = x.double().reshape(len(x), -1, group)
-    scale = groups.abs().amax(-1, keepdim=True) / 127
-    return ((groups / scale.clamp_min(1e-30)).round() * scale).reshape(x.shape)
+    """x with each group of columns rounded to 127 steps, float64. Factors are float32, so that ties fall the same."""
+    groups = x.float().reshape(len(x), -1, group)
+    largest = groups.abs().amax(-1, keepdim=True)
+    codes = (groups * (torch.full_like(largest, 127) / largest)).round()  # `127 / x` is 127 * (1 / x)
+    return (codes.double() * (largest / 127).double()).reshape(x.shape)
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
