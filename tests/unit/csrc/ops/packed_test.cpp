@@ -2,8 +2,9 @@
 // threads, have the bits of one product with each whole part, in float32 and in int8; so have gradients.
 #include "ops/packed/linear.h"
 
+#include <memory>
+
 #include "packed_case.h"
-#include "scratch_case.h"
 
 namespace kt_test {
 namespace {
@@ -89,31 +90,53 @@ void test_forward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, bool
   }
 }
 
-void test_backward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, Random& random, Report& report) {
+// out [rows, columns] (+)= rows of a part's gradient times the part, in one call of the kernels.
+template <class T>
+void add_whole_gradient(const kt::Tiles& tiles, const kt::PackedMatrix::Part& part, kt::Rows<const float> by_out,
+                        int64_t rows, std::vector<float>* out) {
+  const int64_t ld = kt::round_up(rows, kt::kTokenUnit), cols = part.shape().cols;
+  std::vector<T> transposed(static_cast<size_t>(ld * part.shape().padded_rows()));
+  const kt::TransposedProduct<T> product{.rows = rows,
+                                         .in = transposed.data(),
+                                         .ld = ld,
+                                         .pieces = &part.blocks,
+                                         .num_pieces = 1,
+                                         .first_col = 0,
+                                         .cols = cols,
+                                         .out = {out->data(), cols},
+                                         .accumulate = part.first_row > 0};
+  if constexpr (sizeof(T) == sizeof(float)) {
+    tiles.transpose_rows(by_out.from(0, part.first_row), rows, part.shape().rows, transposed.data(), ld);
+    tiles.multiply_transposed(product);
+  } else {
+    tiles.transpose_rows_bf16(by_out.from(0, part.first_row), rows, part.shape().rows, transposed.data(), ld);
+    tiles.multiply_transposed_bf16(product);
+  }
+}
+
+void test_backward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, bool bf16, Random& random,
+                   Report& report) {
   const kt::PackedMatrix& matrix = *layer.matrix;
   const int64_t cols = matrix.cols(), outs = matrix.rows();
-  const std::vector<float> by_out = random.floats(rows * outs);
-  std::vector<float> wanted(static_cast<size_t>(rows * cols));
+  const std::vector<uint16_t> narrow = random.bf16s(rows * outs);
+  std::vector<float> wide, wanted(static_cast<size_t>(rows * cols));
+  for (const uint16_t value : narrow) wide.push_back(kt::bf16_to_float(value));
   for (const kt::PackedMatrix::Part& part : matrix.parts()) {
-    const int64_t ld = kt::round_up(rows, kt::kTokenUnit);
-    std::vector<float> transposed(static_cast<size_t>(ld * part.shape().padded_rows()));
-    tiles.transpose_rows({by_out.data() + part.first_row, outs}, rows, part.shape().rows, transposed.data(), ld);
-    tiles.multiply_transposed({.rows = rows,
-                               .in = transposed.data(),
-                               .ld = ld,
-                               .pieces = &part.blocks,
-                               .num_pieces = 1,
-                               .first_col = 0,
-                               .cols = cols,
-                               .out = {wanted.data(), cols},
-                               .accumulate = part.first_row > 0});
+    const kt::Rows<const float> by_out{wide.data(), outs};
+    if (bf16 && tiles.multiply_transposed_bf16) {
+      add_whole_gradient<uint16_t>(tiles, part, by_out, rows, &wanted);
+    } else {
+      add_whole_gradient<float>(tiles, part, by_out, rows, &wanted);
+    }
   }
+  const kt::TensorView by_out = bf16 ? tensor_view(narrow.data(), kt::DType::kBf16, {rows, outs})
+                                     : tensor_view(wide.data(), kt::DType::kF32, {rows, outs});
   for (const int threads : {1, 3}) {
     std::vector<float> by_x(wanted.size(), -1.0f);
-    kt::linear_backward({tiles, threads}, tensor_view(by_out.data(), kt::DType::kF32, {rows, outs}), matrix,
+    kt::linear_backward({tiles, threads}, by_out, matrix,
                         tensor_view(by_x.data(), kt::DType::kF32, {rows, cols}));
-    report.equal("gradient of " + std::to_string(rows) + " rows on " + std::to_string(threads) +
-                     " threads has the bits of whole products",
+    report.equal(std::string(bf16 ? "bf16" : "float32") + " gradient of " + std::to_string(rows) + " rows on " +
+                     std::to_string(threads) + " threads has the bits of whole products",
                  std::memcmp(by_x.data(), wanted.data(), wanted.size() * sizeof(float)) == 0);
   }
 }
@@ -125,9 +148,10 @@ void test_packed(const kt::Tiles& tiles, Report& report) {
   for (const auto& formats : {std::vector<kt::Format>{k8}, {k4, k4, k6}, {k6, k8}}) {
     const Layer layer(formats, 512, random);
     for (const int64_t rows : {1, 5, 17, 300}) {
-      test_forward(tiles, layer, rows, false, random, report);
-      test_forward(tiles, layer, rows, true, random, report);
-      test_backward(tiles, layer, rows, random, report);
+      for (const bool bf16 : {false, true}) {
+        test_forward(tiles, layer, rows, bf16, random, report);
+        test_backward(tiles, layer, rows, bf16, random, report);
+      }
     }
   }
 }
