@@ -182,13 +182,15 @@ void bind_loading(py::module_& module) {
       .def_property_readonly("ends",  // of the parts: the row after the last of each
                              [](const PackedMatrix& matrix) {
                                std::vector<int64_t> ends;
-                               for (const auto& part : matrix.parts()) ends.push_back(part.first_row + part.shape().rows);
+                               for (const auto& part : matrix.parts())
+                                 ends.push_back(part.first_row + part.shape().rows);
                                return ends;
                              })
       .def_property_readonly("formats",
                              [](const PackedMatrix& matrix) {
                                std::vector<std::string> names;
-                               for (const auto& part : matrix.parts()) names.push_back(format_name(part.shape().format));
+                               for (const auto& part : matrix.parts())
+                                 names.push_back(format_name(part.shape().format));
                                return names;
                              })
       .def_buffer([](PackedMatrix& matrix) {

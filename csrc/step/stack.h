@@ -91,7 +91,8 @@ struct StackLayer {
   RoutedExperts routed;
 };
 
-// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers have one kind of attention, of the same sizes.
+// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers have one kind of attention, of the
+// same sizes.
 struct Stack {
   int64_t heads;
   int64_t top_k;

@@ -52,8 +52,8 @@ int64_t GgufPacker::pack(const uint8_t* from, int64_t rows, uint8_t* packed) {
   const int64_t row_bytes = row_bytes_of(type_, cols_);
   const int64_t block_bytes = PackedShape{kBlockRows, cols_, type_.format}.block_bytes();
   for (int64_t row = 0; row < rows; row += strip_rows_) {
-    const int64_t bad = pack_strip(from + row * row_bytes, std::min(strip_rows_, rows - row),
-                                   packed + row / kBlockRows * block_bytes);
+    const int64_t bad =
+        pack_strip(from + row * row_bytes, std::min(strip_rows_, rows - row), packed + row / kBlockRows * block_bytes);
     if (bad >= 0) return row * (cols_ / type_.columns) + bad;
   }
   return -1;

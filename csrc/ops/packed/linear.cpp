@@ -16,8 +16,8 @@ constexpr int64_t kAloneBelow = 1 << 20;
 // Elements of x that the calling thread quantizes before it wakes the others.
 constexpr int64_t kPreparedAlone = 1 << 15;
 
-// A unit of work: blocks of a part. Few rows take as many as a register tile of one row; both are even, because AMX adds
-// up the rows of two blocks.
+// A unit of work: blocks of a part. Few rows take as many as a register tile of one row; both are even, because AMX
+// adds up the rows of two blocks.
 constexpr int64_t kUnitBlocks = 4;
 // Rows whose operand stays in the L2 cache while blocks pass.
 constexpr int64_t kTaskRows = 256;
@@ -72,8 +72,7 @@ class Forward {
       while (!(matrix_.parts()[same].shape().format == part.shape().format)) ++same;
       operand_of_[index] = same;
       if (same == index)
-        operands_[index] =
-            buffers[index].reserve(engine_.tiles, part.shape(), Arithmetic::kInt8, x_.shape[0], false);
+        operands_[index] = buffers[index].reserve(engine_.tiles, part.shape(), Arithmetic::kInt8, x_.shape[0], false);
     }
   }
 

@@ -1,9 +1,9 @@
 // Linear layers whose matrix is packed (weights/packed_matrix.h), with the products of the routed experts.
 //
-// The arithmetic is chosen by x as for experts (kernels/tiles.h): float32 rows are multiplied by weights that are decoded
-// to float32 in registers. Rows of bf16 are quantized to int8, each group of columns with a scale of its own; sums
-// within a group are exact integers. A row's result depends on its own row of x, on the matrix and on the instruction
-// set alone. A row with NaN or Inf has no finite result; the other rows do not change.
+// The arithmetic is chosen by x as for experts (kernels/tiles.h): float32 rows are multiplied by weights that are
+// decoded to float32 in registers. Rows of bf16 are quantized to int8, each group of columns with a scale of its own;
+// sums within a group are exact integers. A row's result depends on its own row of x, on the matrix and on the
+// instruction set alone. A row with NaN or Inf has no finite result; the other rows do not change.
 #pragma once
 
 #include "ops/dense/dense.h"

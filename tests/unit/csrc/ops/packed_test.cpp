@@ -1,9 +1,8 @@
 // Linear layers with packed matrices of one instruction set: parts of different formats, cut into tasks and between
 // threads, have the bits of one product with each whole part, in float32 and in int8; so have gradients.
-#include "ops/packed/linear.h"
-
 #include <memory>
 
+#include "ops/packed/linear.h"
 #include "packed_case.h"
 
 namespace kt_test {
@@ -53,8 +52,7 @@ std::vector<float> whole_product(const kt::Tiles& tiles, const kt::PackedBlocks&
   return out;
 }
 
-void test_forward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, bool bf16, Random& random,
-                  Report& report) {
+void test_forward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, bool bf16, Random& random, Report& report) {
   const kt::PackedMatrix& matrix = *layer.matrix;
   const int64_t cols = matrix.cols(), outs = matrix.rows();
   std::vector<uint16_t> narrow = random.bf16s(rows * cols);
@@ -133,8 +131,7 @@ void test_backward(const kt::Tiles& tiles, const Layer& layer, int64_t rows, boo
                                      : tensor_view(wide.data(), kt::DType::kF32, {rows, outs});
   for (const int threads : {1, 3}) {
     std::vector<float> by_x(wanted.size(), -1.0f);
-    kt::linear_backward({tiles, threads}, by_out, matrix,
-                        tensor_view(by_x.data(), kt::DType::kF32, {rows, cols}));
+    kt::linear_backward({tiles, threads}, by_out, matrix, tensor_view(by_x.data(), kt::DType::kF32, {rows, cols}));
     report.equal(std::string(bf16 ? "bf16" : "float32") + " gradient of " + std::to_string(rows) + " rows on " +
                      std::to_string(threads) + " threads has the bits of whole products",
                  std::memcmp(by_x.data(), wanted.data(), wanted.size() * sizeof(float)) == 0);
