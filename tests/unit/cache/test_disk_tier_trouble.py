@@ -200,7 +200,9 @@ def test_closing_a_slow_disk_writes_what_it_can_and_ends(
     files.before = Slow(0.1, "write")
     for number in range(60):
         write(tier, range(number, number + 1))
-    tier.close(5.0)  # a fifth of it is left to end the thread: nine times the one write under way, on a busy machine too
+    tier.close(
+        5.0
+    )  # a fifth of it is left to end the thread, nine times the write under way
     assert not files.locks  # the writing thread has ended, so that another server may have the directory
     files.before = lambda operation, path: None
     assert 0 < present(open_tier(), range(60)) < 60
