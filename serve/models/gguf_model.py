@@ -119,7 +119,7 @@ def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str
     for source in family.twin_sources(config):
         if source.source in layers and not (source.name == "lm_head.weight" and config.get("tie_word_embeddings")):
             of_layer[source.source].append(source.name)
-    kept = {}
+    kept: dict[str, str] = {}
     for names in of_layer.values():
         found = {name: types[gguf.gguf_name(name)] for name in names}
         if all(kind in gguf.DENSE_TYPES for kind in found.values()):

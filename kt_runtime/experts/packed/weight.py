@@ -28,16 +28,18 @@ class PackedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, native: _experts.PackedMatrix, dtype: torch.dtype) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
-            cls, (native.rows, native.cols), dtype=dtype, device="cpu", requires_grad=False
+            cls, (native.rows, native.cols), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
         made.native = native
         made._address = made.content().data_ptr()
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _SAME:
             return cls(args[0].native, args[0].dtype)
         raise InvalidValueError(f"{func} of a packed matrix: only linear layers of kt-runtime can use it")
@@ -45,7 +47,7 @@ class PackedWeight(torch.Tensor):
     def __init__(self, native: _experts.PackedMatrix, dtype: torch.dtype) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedWeight({list(self.shape)}, {' + '.join(self.native.formats)})"
 
     def __getitem__(self, rows: Any) -> PackedWeight:
@@ -66,6 +68,6 @@ class PackedWeight(torch.Tensor):
         return self._address
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Of the packed matrix."""
         return memoryview(self.native).nbytes
