@@ -49,3 +49,23 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
             assert np.std(expected) > 0.1
             assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
+def test_sglangs_modules_and_the_step_multiply_by_the_same_quantized_matrices(
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_model(preset, tmp_path / "model", seed=5)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    kept = ("attn_q_a.", "attn_kv_a_mqa.", "attn_q_b.", "ffn_gate.", "ffn_up.", "ffn_down.", "_shexp.")
+    requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", {**ALL, **dict.fromkeys(kept, "Q8_0")})
+    found = []
+    for why_not in ("", "it is a test"):
+        with monkeypatch.context() as patch, engine(resolve_model(str(tmp_path / "whole.gguf")).directory) as running:
+            if why_not:
+                patch.setattr(native_step, "_program", None)
+            running.run(running.request("r", prompt(40, 40), logprob_start_len=0))
+            assert (native_step.state() == STEP_RUNNING) == (not why_not)
+            found.append((running.tokens["r"], running.prompt_logprobs["r"], running.logprobs["r"]))
+    assert found[0] == found[1]
