@@ -3,15 +3,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.bench.experts.limits import Limits, forward_work, last_level_cache_bytes, training_work
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.experts import available_isas, machine
+from kt_runtime.experts import machine
 
 LIMITS = Limits("x", 1, dram_bytes_per_s=10.0, bf16_flops=100.0, int8_ops=400.0)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_every_instruction_set_has_limits_that_a_processor_can_have(isa: str) -> None:
     with_two = machine.read_rate(isa, 2, 64 << 20)
     assert 1e8 < with_two < 1e13
