@@ -16,7 +16,7 @@ from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
     *("signals", "freezing", "quantization", "platform", "cpu.attention", "cache.paging", "cpu.router"),
-    *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
+    *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.packed", "cpu.step", "cpu.routes"),
     *("delta.attention", "delta.layers", "delta.lora"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
     *("models.gpt_oss", "models.llama4", "models.sparse_attention"),

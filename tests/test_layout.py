@@ -95,6 +95,7 @@ OPS_MAY_INCLUDE: dict[str, set[str]] = {
     "attention": set(),
     "delta": set(),
     "router": {"dense"},
+    "packed": {"dense", "experts", "pairs"},
 }
 
 

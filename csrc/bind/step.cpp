@@ -42,6 +42,23 @@ class Tensors {
     return view_of(named_[name.c_str()],
                    {.name = full.c_str(), .dtypes = dtypes, .shape = shape, .contiguous = true, .written = written});
   }
+  // A linear layer's matrix, also a packed one.
+  void read_weight(const std::string& name, const std::vector<int64_t>& shape, StackLinear* layer) const {
+    const py::object value = named_[name.c_str()];
+    if (!py::isinstance<PackedMatrix>(value)) {
+      layer->weight = (*this)(name, shape);
+      return;
+    }
+    layer->packed = value.cast<std::shared_ptr<PackedMatrix>>();
+    layer->weight.ndim = 2;
+    layer->weight.shape[0] = layer->packed->rows(), layer->weight.shape[1] = layer->packed->cols();
+    for (int dim = 0; dim < 2; ++dim) {
+      if (shape[static_cast<size_t>(dim)] >= 0 && layer->weight.shape[dim] != shape[static_cast<size_t>(dim)])
+        throw BindError{"invalid_value", prefix_ + name + " has shape " + shape_text(layer->weight) +
+                                             "; expected size " + std::to_string(shape[static_cast<size_t>(dim)]) +
+                                             " in dimension " + std::to_string(dim)};
+    }
+  }
   TensorView optional(const std::string& name, const std::vector<int64_t>& shape) const {
     return has(name) ? (*this)(name, shape) : TensorView{};
   }
@@ -206,9 +223,9 @@ class LayerReader {
   }
 
   GatedMlp gated_mlp(const Tensors& tensor) const {
-    const TensorView down = tensor("down", {stack_.hidden(), -1});
-    const int64_t intermediate = down.shape[1];
     GatedMlp mlp;
+    tensor.read_weight("down", {stack_.hidden(), -1}, &mlp.down);
+    const int64_t intermediate = mlp.down.weight.shape[1];
     mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {intermediate, 2 * intermediate}, "mlp_gate_up");
     mlp.down = linear(tensor, "down", intermediate, {stack_.hidden()}, "mlp_down");
     return mlp;
@@ -251,9 +268,11 @@ class LayerReader {
   StackLinear linear(const Tensors& tensor, const std::string& name, int64_t in, std::initializer_list<int64_t> ends,
                      const char* lora_name = nullptr) const {
     const int64_t out = *(ends.end() - 1);
-    return {.weight = tensor(name, {out, in}),
-            .bias = tensor.optional(name + "_bias", {out}),
-            .lora = pool(lora_name ? lora_name : name, in, ends)};
+    StackLinear layer;
+    tensor.read_weight(name, {out, in}, &layer);
+    layer.bias = tensor.optional(name + "_bias", {out});
+    layer.lora = pool(lora_name ? lora_name : name, in, ends);
+    return layer;
   }
 
   LowRankPool pool(const std::string& name, int64_t in, std::initializer_list<int64_t> ends) const {

@@ -15,13 +15,15 @@
 #include "ops/dense/low_rank.h"
 #include "ops/router/grouped_router.h"
 #include "weights/packed.h"
+#include "weights/packed_matrix.h"
 
 namespace kt {
 
 // Its tensors in the LoRA pool are absent where the pool does not adapt the layer.
 struct StackLinear {
-  TensorView weight;  // [out, in]
-  TensorView bias;    // [out]; may be absent
+  TensorView weight;                             // [out, in]; only its shape where the matrix is packed
+  std::shared_ptr<const PackedMatrix> packed{};  // null: it is not
+  TensorView bias;                               // [out]; may be absent
   LowRankPool lora;
 };
 
@@ -107,7 +109,8 @@ struct StackLayer {
   RoutedExperts routed;
 };
 
-// All tensors have one dtype, float32 or bf16. All layers have one kind of attention, of the same sizes.
+// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers have one kind of attention, of the
+// same sizes.
 struct Stack {
   int64_t heads;
   int64_t top_k;

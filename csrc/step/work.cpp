@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/scratch.h"
+#include "ops/packed/linear.h"
 #include "threads/plan.h"
 #include "threads/pool.h"
 
@@ -27,7 +28,11 @@ void StepWork::free_lists() {
 }
 
 void StepWork::multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const {
-  linear(engine, x, layer.weight, layer.bias, out);
+  if (layer.packed) {
+    linear(engine, x, *layer.packed, layer.bias, out);
+  } else {
+    linear(engine, x, layer.weight, layer.bias, out);
+  }
   adapters.add(engine, layer.lora, x, out);
 }
 

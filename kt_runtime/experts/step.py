@@ -3,7 +3,7 @@
 H hidden, I intermediate, N query heads, K key heads, D head size, E experts, S slots of the KV pool. Sizes of latent
 attention: rank is `q_lora_rank`, latent `kv_lora_rank`; nope, rope and value are `qk_nope_head_dim`, `qk_rope_head_dim`
 and `v_head_dim`. Tensors of a table are contiguous and have one dtype, float32 or bfloat16. They are read and written
-in place.
+in place. The matrix of a linear layer may be a `PackedWeight` of this dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_errors
+from kt_runtime.experts.packed.weight import PackedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +280,9 @@ def _named(values: Any, where: str) -> dict[str, object]:
     named: dict[str, object] = {}
     for field in fields(values):
         value, name = getattr(values, field.name), f"{where}.{field.name}"
-        if isinstance(value, Tensor):
+        if isinstance(value, PackedWeight):
+            named[field.name] = value.native
+        elif isinstance(value, Tensor):
             named[field.name] = capsule(value, name)
         elif isinstance(value, ExpertLayer):
             named[field.name] = value.native()

@@ -5,7 +5,7 @@ Tensors are named as SGLang 0.5.23 names them (`model.named_parameters()`). A bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -213,3 +213,14 @@ class DecoderStack:
     layers: tuple[StackLayer, ...]
     weighs_input: bool = False
     chunk: int = 0
+
+    def linear_layers(self) -> Iterator[str]:
+        """The matrices of attention, dense MLPs and shared experts that `ops.matmul.frozen_linear` multiplies."""
+        for layer in self.layers:
+            attention = layer.attention
+            if isinstance(attention, Latent):
+                yield from (attention.compress, attention.query, attention.out)
+            else:
+                yield from (attention.qkv, attention.out)
+            if layer.mlp is not None:
+                yield from (layer.mlp.gate_up, layer.mlp.down)

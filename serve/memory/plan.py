@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.families import gguf
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
 from kt_runtime.families.quantization import (
     BF16,
@@ -127,7 +128,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     """Raises what `family_for` raises, and InvalidValueError for a target that the family can't adapt."""
     device = shape.device
     counts = count_parameters(config)
-    dense_bytes = counts.dense * shape.activation_bytes
+    dense_bytes = counts.dense * shape.activation_bytes + (_saved_bytes(config, shape) if device == "cpu" else 0)
     stored, held = expert_formats(config, shape.expert_format)
     num_moe_layers = len(family_for(config).moe_layers(config))
     # SGLang's pools allocate one page more than their capacity.
@@ -154,6 +155,18 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         ),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
+
+
+def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """What linear layers that stay quantized take more than dequantized ones: below 0."""
+    kinds = gguf.packed_tensors(config)
+    if not kinds:
+        return 0
+    sizes = {source.name: source.shape for source in family_for(config).twin_sources(config) if source.name in kinds}
+    return sum(
+        gguf.packed_bytes(kinds[name], rows, cols) - rows * cols * shape.activation_bytes
+        for name, (rows, cols) in sizes.items()
+    )
 
 
 def _slots_need(device: Device, all_slots: int, budget: int | None) -> MemoryNeed:

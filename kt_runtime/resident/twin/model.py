@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kt_runtime.errors import CheckpointError, InvalidValueError, suggestion
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.families.stack import DecoderStack, Latent
 from kt_runtime.ops.rotary import Rotary
@@ -339,8 +340,8 @@ def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> in
 
     Rotary tables are not counted: they are computed from the configuration.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in engine.values()}
-    weights = model.state_dict().values()
+    storages = {t.untyped_storage().data_ptr() for t in engine.values() if not isinstance(t, PackedWeight)}
+    weights = [weight for weight in model.state_dict().values() if not isinstance(weight, PackedWeight)]
     return sum(weight.nbytes for weight in weights if weight.untyped_storage().data_ptr() not in storages)
 
 
@@ -357,6 +358,8 @@ def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Ten
             f"the training twin's {source.name} has shape {list(source.shape)}, but rows {source.start}:{source.stop} "
             f"of the engine's {source.source} {list(whole.shape)} have {list(view.shape)}"
         )
+    if isinstance(view, PackedWeight):  # a slice of one has its memory
+        return view
     expected = whole.data_ptr() + source.start * whole.stride(0) * whole.element_size()
     if view.data_ptr() != expected:
         raise CheckpointError(f"the training twin's {source.name} is not a view of the engine's {source.source}")
