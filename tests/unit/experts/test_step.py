@@ -70,6 +70,7 @@ PARTS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "routed": ROUTED, "lora": LORA,
 }  # fmt: skip
 OF_LLAMA_4 = {"rotates", "norms_last", "is_chunked", "temperatures", "temperature_every"}
+OF_SPARSE_ATTENTION = {"indexer", "top_k"}
 PLACES = [(place, name) for place, names in PARTS.items() for name in names]
 PREFIXES = {"whole": "", "norms": "layers[1].", "latent": "layers[1].attention."}
 # Tensors from which others' sizes follow: what is said of another last size, and of their absence.
@@ -161,7 +162,7 @@ def refusal(table: Table, **options: Any) -> str:
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
     parts = {"attention": GroupedQuery, "latent": Latent, "mlp": GatedMlp, "routed": RoutedExperts}
     for place, part in parts.items():
-        left_out = {"bias", "experts", "window", *OF_LLAMA_4}
+        left_out = {"bias", "experts", "window", *OF_LLAMA_4, *OF_SPARSE_ATTENTION}
         assert PARTS[place].keys() == {field.name for field in fields(part)} - left_out
     assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
     of_latent = {f"{name}_{side}" for name in ("compress", "query", "kv_b") for side in "ab"}

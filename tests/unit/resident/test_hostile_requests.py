@@ -77,6 +77,7 @@ VALID: dict[str, dict[str, Any]] = {
     "publish": {"session": "s", "name": "bob", "take_over": False},
     "close_session": {"session": "gone"},
     "load_adapter": {"name": "bob", "path": "PLACE/nothing", "take_over": False},
+    "follow_adapter": {"name": "bob", "path": "PLACE/nothing", "adapter_version": "0" * 64, "source": "elsewhere"},
     "rollback_adapter": {"name": "bob", "adapter_version": None},
     "list_adapters": {},
     "forget_adapter": {"name": "nobody"},

@@ -42,7 +42,9 @@ def test_figures_are_those_of_the_median_step() -> None:
 
 
 def test_a_process_s_peak_is_known_and_that_of_those_it_started() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    script = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()  # Python runs in it
         tree = ProcessTree()
         tree.reset()
         assert child.pid in tree.processes and tree.peak_bytes() > 1 << 19
