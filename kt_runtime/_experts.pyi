@@ -225,6 +225,9 @@ class MemoryReader:
     @property
     def bytes_at_once(self) -> int: ...
 
+def take_engine_seconds() -> float:
+    """What this thread's calls on experts took since it was last asked, without Python and checks of arguments."""
+
 class WorkersAwake:
     """While it is entered, the pool's workers spin between jobs, as in a step."""
 

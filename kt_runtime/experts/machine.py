@@ -77,6 +77,11 @@ class MemoryReader:
             return self._native.rate(isa, num_threads)
 
 
+def take_engine_seconds() -> float:
+    """Seconds of this thread's calls on experts since it was last asked, without Python and the checks of arguments."""
+    return _experts.take_engine_seconds()
+
+
 def workers_awake() -> AbstractContextManager[None]:
     """Within it, the engine's threads spin between calls instead of sleeping: as between the layers of a step."""
     return _experts.WorkersAwake()

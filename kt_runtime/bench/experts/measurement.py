@@ -24,11 +24,25 @@ class Patience:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What happens around the timed calls.
+
+    read: measures the memory's bandwidth, before each of them and after the last. inside: seconds since it was last
+    asked that the engine took, without Python. leads: an untimed call goes before each timed one, so that the engine's
+    code and scratch are in the caches, as between the layers of a step; it must use other weights.
+    """
+
+    read: Callable[[], float]
+    inside: Callable[[], float] | None = None
+    leads: bool = False
+
+
+@dataclass(frozen=True)
 class Timing:
     ms: float  # the shortest call
     ms_median: float
     runs: int
-    seconds: tuple[float, ...]  # of each call
+    seconds: tuple[float, ...]  # of each call, where it is known without Python's part
     read_rates: tuple[float, ...] = ()  # of memory, bytes/s: before each call, and after the last; empty: not measured
 
     def dram_shares(self, weight_bytes: float) -> list[float]:
@@ -39,28 +53,33 @@ class Timing:
 
 
 def measure(
-    calls: Sequence[Callable[[], object]], patience: Patience, read: Callable[[], float] | None = None
+    calls: Sequence[Callable[[], object]], patience: Patience, beside: Beside | None = None
 ) -> Timing:
     """Times the calls cyclically until `patience` is satisfied. The first call is a warm-up; it counts only if
-    it takes at least `patience.seconds`. `read` measures the memory's bandwidth between the calls."""
+    it takes at least `patience.seconds`."""
     time.sleep(SETTLE_S)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        rates = [] if read is None else [read()]
-        first, rates = _seconds(calls[0]), rates + ([] if read is None else [read()])
-        taken = [first]
-        if first < patience.seconds:
-            taken, rates = [], rates[1:]
-        start = time.perf_counter() - sum(taken)
+        rates = [] if beside is None else [beside.read()]
+        first = _times(calls[0], beside)
+        if beside is not None:
+            rates.append(beside.read())
+        taken = [first] if first[0] >= patience.seconds else []
+        rates = rates if taken else rates[1:]
+        start = time.perf_counter() - sum(whole for whole, _ in taken)
+        at = 0
         while _goes_on(len(taken), time.perf_counter() - start, patience):
-            taken.append(_seconds(calls[(len(taken) + 1) % len(calls)]))
-            if read is not None:
-                rates.append(read())
+            if beside is not None and beside.leads:
+                calls[(at := at + 1) % len(calls)]()
+            taken.append(_times(calls[(at := at + 1) % len(calls)], beside))
+            if beside is not None:
+                rates.append(beside.read())
     finally:
         if was_enabled:
             gc.enable()
-    return Timing(1e3 * min(taken), 1e3 * median(taken), len(taken), tuple(taken), tuple(rates))
+    ms = [1e3 * whole for whole, _ in taken]
+    return Timing(min(ms), median(ms), len(ms), tuple(inside for _, inside in taken), tuple(rates))
 
 
 def _goes_on(runs: int, spent: float, patience: Patience) -> bool:
@@ -69,10 +88,14 @@ def _goes_on(runs: int, spent: float, patience: Patience) -> bool:
     return spent < 5 * patience.seconds and (runs < patience.runs or spent < patience.seconds)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _times(call: Callable[[], object], beside: Beside | None) -> tuple[float, float]:
+    """(seconds of the call, of its part that `beside.inside` measures: without it, of all)."""
+    if beside is not None and beside.inside is not None:
+        beside.inside()
     start = time.perf_counter()
     call()
-    return time.perf_counter() - start
+    whole = time.perf_counter() - start
+    return whole, beside.inside() if beside is not None and beside.inside is not None else whole
 
 
 @dataclass
