@@ -61,15 +61,15 @@ def command() -> None:
     "--format",
     "formats",
     multiple=True,
-    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128, int8_channel, fp8_channel, nvfp4, mxfp8; "
-    "GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, q5_k, q6_k, iq4_nl, iq4_xs. [default: bf16, fp8, int8, int4]",
+    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128, int8_channel, fp8_channel, nvfp4, "
+    "mxfp8; GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, q5_k, q6_k, iq4_nl, iq4_xs. [default: bf16, fp8, int8, int4]",
 )
 @click.option(
     "--isa",
     "isas",
     multiple=True,
-    help="Kernels: amx, avx512, avx512_vnni, avx512_base (AVX-512 without a bf16 dot product, with VNNI and without), avx2,"
-    " portable. [default: the best here]",
+    help="Kernels: amx, avx512, avx512_vnni, avx512_base (AVX-512 without a bf16 dot product, with VNNI and without), "
+    "avx2, portable. [default: the best here]",
 )
 @click.option("--threads", type=int, multiple=True, help="[default: 1 and all]")
 @click.option("--tokens", type=int, multiple=True, help="In a batch. [default: 1, 4, 16, 64, 512]")

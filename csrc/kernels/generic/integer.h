@@ -11,11 +11,11 @@
 //
 // Few rows: blocks side by side, all groups in one pass. Each block is a forward stream with prefetch, because a single
 // stream does not keep enough lines in flight to reach the memory bandwidth. Lines are prefetched into the L2 cache
-// where it takes more at a time than the L1 cache (IntoL2; Zen 4: about twice as many), else into the L1 cache. While a group's lines are read, lines some way ahead are
-// prefetched, and a part of the scales of the next blocks. Many rows: kMaxBlocks blocks, one chunk of
-// groups at a time. All row tiles use a chunk while it lies in the L1 cache, and each prefetches its part of the next
-// chunk into the L2 cache; float totals lie in c between chunks. In either case the order of additions is the order of
-// groups.
+// where it takes more at a time than the L1 cache (IntoL2; Zen 4: about twice as many), else into the L1 cache. While a
+// group's lines are read, lines some way ahead are prefetched, and a part of the scales of the next blocks. Many rows:
+// kMaxBlocks blocks, one chunk of groups at a time. All row tiles use a chunk while it lies in the L1 cache, and each
+// prefetches its part of the next chunk into the L2 cache; float totals lie in c between chunks. In either case the
+// order of additions is the order of groups.
 //
 // Include only in a kernel's own translation unit, with Isa in an unnamed namespace.
 #pragma once
@@ -32,8 +32,8 @@
 namespace kt {
 namespace {
 
-// Where few rows prefetch lines to, and how many bytes ahead, over all forward streams: a multiple of memory latency times
-// bandwidth.
+// Where few rows prefetch lines to, and how many bytes ahead, over all forward streams: a multiple of memory latency
+// times bandwidth.
 struct IntoL2 {
   static constexpr auto kHint = _MM_HINT_T1;
   // On Zen 4 lines of bytes are read fastest at a shorter distance, where the processor's own prefetcher fetches ahead

@@ -52,9 +52,7 @@ class Timing:
         return [weight_bytes * (1 / before + 1 / after) / 2 / taken for taken, (before, after) in around]
 
 
-def measure(
-    calls: Sequence[Callable[[], object]], patience: Patience, beside: Beside | None = None
-) -> Timing:
+def measure(calls: Sequence[Callable[[], object]], patience: Patience, beside: Beside | None = None) -> Timing:
     """Times the calls cyclically until `patience` is satisfied. The first call is a warm-up; it counts only if
     it takes at least `patience.seconds`."""
     time.sleep(SETTLE_S)

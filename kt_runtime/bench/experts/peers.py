@@ -46,7 +46,7 @@ class TorchPeers:
         return {"version": str(torch.__version__), "problems": self.problems}
 
     def add(self, case: LayerCase, rows: list[Row], reader: MemoryReader) -> None:
-        """`rows`: of one shape and format. Passes of `reader` between the calls leave the peer's weights in no cache."""
+        """`rows`: of one shape and format. Passes of `reader` between calls leave the peer's weights in no cache."""
         threads_before = torch.get_num_threads()
         try:
             for op in (FORWARD, TRAINING):

@@ -11,7 +11,8 @@ from kt_runtime.serve.memory.plan import format_bytes
 
 LEGEND = (
     "of limit: share of what the machine's limit (DRAM, bf16, int8) allows. DRAM: reads between the calls; the share of"
-    " the median call, of the slowest and the fastest. cached: the weights fit the last cache. peers: how many times as long they take."
+    " the median call, of the slowest and the fastest. cached: the weights fit the last cache."
+    " peers: how many times as long they take."
     " retain, recompute: forward and backward with LoRA."
 )
 NARROW = 100  # columns, if the output is no terminal

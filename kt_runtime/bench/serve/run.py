@@ -30,7 +30,7 @@ from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.experts.machine import default_threads
 from kt_runtime.experts.native import resolve_isa
-from kt_runtime.serve.memory.machine import available_cpu_bytes, has_gpu
+from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.models.checkpoint import count_parameters
 from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.serve.models.presets import is_preset, load_preset

@@ -6,8 +6,8 @@
 //   add(sum, w, x)        w: bytes 0..255
 //   add_two(sum, w, x)    two lines; codes up to 63
 //   kHighInPlace          whether `add` of the high nibbles where they lie, 16 times their value, is as cheap
-//   Ahead                 how few rows prefetch (kernels/generic/integer.h): processors without a bf16 dot product are Intel's
-//   look_up(levels, nibbles)  by the low nibbles; the high ones may be anything
+//   Ahead                 how few rows prefetch (kernels/generic/integer.h): processors without a bf16 dot product are
+//   Intel's look_up(levels, nibbles)  by the low nibbles; the high ones may be anything
 //
 // Include only in a kernel's own translation unit.
 #pragma once

@@ -142,7 +142,8 @@ inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRo
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b)
     high[b] = Unit::kHighBits ? _mm512_load_si512(lines[b] + Unit::kLines * kLineBytes) : _mm512_setzero_si512();
-  if constexpr (kFew && Unit::kHighBits > 0) prefetch_lines<kBlocks, typename Dot::Ahead>(lines, Unit::kLines * kLineBytes + ahead);
+  if constexpr (kFew && Unit::kHighBits > 0)
+    prefetch_lines<kBlocks, typename Dot::Ahead>(lines, Unit::kLines * kLineBytes + ahead);
   const auto add = [&]<int kLine> {
     if constexpr (kFew) prefetch_lines<kBlocks, typename Dot::Ahead>(lines, kLine * kLineBytes + ahead);
     __m512i w[kBlocks][2];

@@ -42,7 +42,7 @@ def test_memory_is_read_before_and_after_each_call() -> None:
     timing = measure([lambda: seen.append("call")], Patience(runs=3, seconds=1e-3), Beside(read))
     assert seen == ["read", "call"] * (timing.runs + 1) + ["read"]
     assert len(timing.seconds) == timing.runs and timing.ms == pytest.approx(1e3 * min(timing.seconds))
-    assert timing.read_rates == tuple(float(2 * i + 3) for i in range(timing.runs + 1))  # not the one before the warm-up
+    assert timing.read_rates == tuple(float(2 * i + 3) for i in range(timing.runs + 1))  # without the first
 
 
 def test_reads_around_a_long_first_call_count_as_it_does() -> None:
@@ -59,7 +59,7 @@ def test_an_untimed_call_leads_each_timed_one_and_the_engines_own_time_counts() 
         return 0.25
 
     calls = [lambda name=name: seen.append(name) for name in "abc"]
-    timing = measure(calls, Patience(runs=2, seconds=1e-9), Beside(lambda: 1.0, inside, leads=True))
+    timing = measure(calls, Patience(runs=2, seconds=1e-3), Beside(lambda: 1.0, inside, leads=True))
     assert seen[:11] == ["inside", "a", "inside", "b", "inside", "c", "inside", "a", "inside", "b", "inside"]
     assert set(timing.seconds) == {0.25} and timing.ms < 250
 
