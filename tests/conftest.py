@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from reference.cases import choose
+from hypothesis import HealthCheck, settings
+from reference.cases import choose, covering
 from reference.place import CPU, Place
 
 from kt_runtime.serve.launch import settings_before_imports
@@ -25,8 +26,15 @@ from kt_runtime.serve.memory.machine import has_gpu
 for _name, _value in settings_before_imports(has_gpu()).items():
     os.environ.setdefault(_name, _value)
 
-# Of tests that do not say how many themselves. 100 are Hypothesis' own.
-settings.register_profile("cases", settings.default, max_examples=choose(few=25, usual=100, every=1000))
+# Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by
+# one example that takes 200 ms on a busy machine, nor by the time that drawing them takes.
+settings.register_profile(
+    "cases",
+    settings.default,
+    max_examples=choose(few=25, usual=100, every=1000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("cases")
 
 
@@ -40,6 +48,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not choose(few=True, usual=False, every=False):
+        return
+    kept = _few(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _few(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of a test with several parameters: enough cases for each value of each parameter."""
+    kept, by_test = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("fresh_process") is None:
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    for of_test in by_test.values():
+        cases = [_position_on_axes(item) for item in of_test]
+        several = any(len(case) > 1 for case in cases)
+        kept |= {of_test[at] for at in covering(cases)} if several else set(of_test)
+    return kept
+
+
+def _position_on_axes(item: pytest.Item) -> dict[str, int]:
+    """The number of its value for each parameter of the test and of its fixtures."""
+    case = getattr(item, "callspec", None)
+    return {} if case is None else dict(case.indices)
+
+
 def _collect_and_freeze() -> None:
     gc.collect()
     gc.freeze()
@@ -50,6 +90,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(50_000, 20, 100)  # besides the full collection before each file
     gc.enable()
     _collect_and_freeze()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +81,7 @@ class JobStore:
         self._root = root
         self._records: dict[str, JobRecord] = {}
         self.unreadable: list[str] = []
+        self._lock = threading.Lock()
         for path in sorted((root / "jobs").glob(f"ftjob-*/{RECORD_FILE}")):
             try:
                 record = msgspec.json.decode(read_regular(path, MAX_RECORD_BYTES), type=JobRecord)
@@ -113,7 +115,9 @@ class JobStore:
         self._records[record.id] = record
 
     def save(self, record: JobRecord) -> None:
-        write_json(self.place(record.id) / RECORD_FILE, msgspec.to_builtins(record), private=True)
+        """From any thread. The record's state is read under the lock: of two writes at once the newer state stays."""
+        with self._lock:
+            write_json(self.place(record.id) / RECORD_FILE, msgspec.to_builtins(record), private=True)
 
     def get(self, job_id: str) -> JobRecord:
         """Raises NotFoundError."""

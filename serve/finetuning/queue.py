@@ -1,4 +1,4 @@
-"""Runs jobs: files are checked when a job is created, then one job after the other trains.
+"""Runs jobs: files are checked when a job is created, then one job after the other trains, in the order of creation.
 
 A job that a restart of the server has interrupted trains again first: its recipe resumes from the last checkpoint, and
 the result is that of an uninterrupted run (docs/recipes.md).
@@ -7,6 +7,7 @@ the result is that of an uninterrupted run (docs/recipes.md).
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import logging
 import secrets
@@ -70,14 +71,13 @@ class JobQueue:
         self._trainer: tuple[JobRecord, Trainer] | None = None
         self._logs: dict[str, EventLog] = {}  # of jobs that have not ended
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Takes up the jobs that an earlier server has left."""
         for job in reversed(self._jobs.list_all()):
-            if job.status == "running":
-                self._waiting.insert(0, job)
-            elif job.status == "queued":
-                self._waiting.append(job)
+            if job.status in ("running", "queued"):
+                self._enqueue(job)
             elif job.status == "validating_files":
                 self.submit(job)
         self._background(self._run())
@@ -87,6 +87,7 @@ class JobQueue:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._writes, return_exceptions=True)
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer[1].kill)
 
@@ -130,8 +131,12 @@ class JobQueue:
             job.hyperparameters = decided
             await self._save(job, "queued")
             await self._note(job, "Files validated, moving job to queued state")
-            self._waiting.append(job)
+            self._enqueue(job)
             self._wake.set()
+
+    def _enqueue(self, job: JobRecord) -> None:
+        """A job that was interrupted comes first, then the one created first, whose files may be checked later."""
+        bisect.insort(self._waiting, job, key=lambda one: (one.status != "running", one.sequence))
 
     def _prepared(self, job: JobRecord, start: Path | None) -> dict[str, Any]:
         named = {"training_file": job.training_file, "validation_file": job.validation_file}
@@ -275,15 +280,23 @@ class JobQueue:
         if not job.has_ended:
             job.status = status
         try:
-            await asyncio.to_thread(self._jobs.save, job)
+            await self._written(self._jobs.save, job)
         except (KtError, OSError) as error:
             logger.error("fine-tuning job %s: its record was not written: %s", job.id, error)
 
     async def _note(self, job: JobRecord, message: str, level: Level = "info") -> None:
         try:
-            await asyncio.to_thread(lambda: self.events(job).note(message, level))
+            await self._written(lambda: self.events(job).note(message, level))
         except OSError as error:
             logger.error("fine-tuning job %s: an event was not written: %s", job.id, error)
+
+    async def _written(self, write: Callable[..., None], *given: Any) -> None:
+        """Calls `write` on a thread, and to its end though the caller is cancelled: clients see a state as soon as it
+        is set, and the next server must find it."""
+        task = asyncio.create_task(asyncio.to_thread(write, *given))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        await asyncio.shield(task)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -65,11 +65,12 @@ class TinkerService:
         *,
         reserved: Collection[str] = (),
         lost_after_s: float = 120.0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._resident, self._engine, self._adapters, self.model = resident, engine, adapters, model
         self._adapter_directory = adapter_directory
         self.futures = Futures()
-        self.sessions = ClientSessions(lost_after_s=lost_after_s)
+        self.sessions = ClientSessions(lost_after_s=lost_after_s, now=now)
         self._checkpoints = Checkpoints(adapter_directory)
         self._runs: dict[str, TrainingRun] = {}
         self.samplers = Samplers(engine, adapters, model, self._checkpoints, self.futures, self.sessions, reserved)

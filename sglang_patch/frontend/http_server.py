@@ -33,6 +33,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerBusyError
@@ -67,6 +68,7 @@ SYMBOLS = (
     "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
     "sglang.srt.managers.io_struct.LoRAUpdateOutput",
     "sglang.srt.managers.io_struct.ShutdownReq",
+    "sglang.srt.managers.load_snapshot.shm_path_for",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache",
     "sglang.srt.managers.tokenizer_manager.ServerStatus",
@@ -210,6 +212,7 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     server = _Server(frontend)
     with contextlib.ExitStack() as ending:  # runs in reverse order; a failing step does not prevent the next
         ending.callback(frontend.clean_up)
+        ending.callback(server.remove_shared_memory)
         ending.callback(kill_process_tree, os.getpid(), include_parent=False, wait_timeout=60)
         ending.callback(server.wait_for_engine)
         ending.callback(frontend.stop)
@@ -278,6 +281,7 @@ class _Server:
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
         self.manager: FrontendManager | None = None
+        self._shared_memory: Path | None = None
         self._num_signals = 0
         self._asked_to_end = False
 
@@ -302,9 +306,11 @@ class _Server:
 
     def _init_manager(self, server_args: Any, port_args: Any) -> Any:
         from sglang.srt.entrypoints.engine import init_tokenizer_manager
+        from sglang.srt.managers.load_snapshot import shm_path_for
 
         from kt_runtime.sglang_patch.frontend.manager import FrontendManager
 
+        self._shared_memory = Path(shm_path_for(port_args.instance_id))
         manager, templates = init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=FrontendManager)
         manager.on_stop, manager.on_failure = self._stop, self._fail
         self.manager = manager
@@ -385,6 +391,7 @@ class _Server:
         self.frontend.stop()
         self._stop_watchdog()
         kill_process_tree(os.getpid(), include_parent=False)
+        self.remove_shared_memory()
         self.frontend.clean_up()
         os._exit(status)
 
@@ -403,6 +410,11 @@ class _Server:
         if self._asked_to_end:
             schedulers = [child for child in psutil.Process().children() if "scheduler" in _title(child)]
             psutil.wait_procs(schedulers, timeout=ENGINE_EXIT_SECONDS)
+
+    def remove_shared_memory(self) -> None:
+        """SGLang's scheduler makes this file, in which it states its load, and nobody removes it."""
+        if self._shared_memory is not None:
+            self._shared_memory.unlink(missing_ok=True)
 
     def _stop_watchdog(self) -> None:
         if self.manager is not None and self.manager._subprocess_watchdog is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,3 +21,17 @@ def choose(*, few: T, usual: T, every: T) -> T:
 def examples(usual: int) -> int:
     """Of a property that names its number: `few` is a quarter of it, at least ten; `all` is ten times as many."""
     return choose(few=max(usual // 4, min(usual, 10)), usual=usual, every=10 * usual)
+
+
+def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Positions of few of `cases` in which each value of each axis occurs. A case: its value on each axis.
+
+    Of a whole product of axes these are as many as the longest axis has values, not their product.
+    """
+    missing = {pair for case in cases for pair in case.items()}
+    found: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: (len(missing & set(cases[at].items())), -at))
+        found.append(best)
+        missing -= set(cases[best].items())
+    return sorted(found)

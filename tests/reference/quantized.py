@@ -338,6 +338,19 @@ SCHEMES: dict[str, Scheme] = {
     "awq_g32": Scheme("int4_g32_zp", store_awq(32), {**AWQ_CONFIG, "group_size": 32}),
     "awq_g128": Scheme("int4_g128_zp", store_awq(128), {**AWQ_CONFIG, "group_size": 128}),
 }
+DISTINCT = [  # one of each kind of numbers, scales and zero points
+    "bf16",
+    "fp8",
+    "fp8_channel",
+    "int8",
+    "int8_g128_zp",
+    "int4_g32",
+    "int4_g128",
+    "awq_g128",
+    "gptq_int8_g32_zp",
+    "nvfp4",
+    "mxfp8",
+]
 
 
 def checkpoint_tensors(

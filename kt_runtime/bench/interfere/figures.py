@@ -81,7 +81,7 @@ class Targets:
 def targets_of(idle: Window, tpot_ms: float | None, ttft_ms: float | None) -> Targets:
     """The stated ones, or multiples of `idle`, which must be warm: see the module's docstring."""
     return Targets(
-        tpot_ms if tpot_ms is not None else TPOT_FACTOR * percentiles(_per_token(idle))["p99"],
+        tpot_ms if tpot_ms is not None else TPOT_FACTOR * p99_per_token(idle),
         ttft_ms if ttft_ms is not None else TTFT_FACTOR * percentiles(_first_token(idle))["p99"],
     )
 
@@ -89,6 +89,11 @@ def targets_of(idle: Window, tpot_ms: float | None, ttft_ms: float | None) -> Ta
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """In milliseconds, nearest rank."""
     return {name: 1e3 * quantile(seconds, share) for name, share in PERCENTILES.items()}
+
+
+def p99_per_token(window: Window) -> float:
+    """In milliseconds."""
+    return percentiles(_per_token(window))["p99"]
 
 
 def _per_token(window: Window) -> list[float]:

@@ -108,31 +108,32 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {"train_share": self.train_share, "lengths": lengths}
 
 
-def poisson(plan: Plan, rate_per_s: float, seconds: float, vocabulary: int) -> list[Request]:
+def poisson(plan: Plan, rate_per_s: float, seconds: float, vocabulary: int, window: int = 0) -> list[Request]:
     """Requests that arrive independently of each other, and of the server's answers, for so many seconds. At least one.
 
-    One seed gives the same requests in the same order at every rate: only the gaps scale.
+    One seed gives the same lengths and arrivals in the same order at every rate: only the gaps scale. Every `window`
+    has tokens of its own: prompts of an earlier one would be in the prefix cache.
     """
-    chance = np.random.default_rng(plan.seed)
+    chance, contents = np.random.default_rng(plan.seed), np.random.default_rng([plan.seed, window])
     requests: list[Request] = []
     at = 0.0
     while True:
         at += float(chance.exponential()) / rate_per_s
         if at > seconds and requests:
             return requests
-        requests.append(_request(chance, min(at, seconds), vocabulary))
+        requests.append(_request(chance, contents, min(at, seconds), vocabulary))
 
 
 def burst(plan: Plan, vocabulary: int) -> list[Request]:
     """Requests that all arrive at once."""
     chance = np.random.default_rng(plan.seed + 1)
-    return [_request(chance, 0.0, vocabulary) for _ in range(plan.burst)]
+    return [_request(chance, chance, 0.0, vocabulary) for _ in range(plan.burst)]
 
 
-def _request(chance: np.random.Generator, at_s: float, vocabulary: int) -> Request:
+def _request(chance: np.random.Generator, contents: np.random.Generator, at_s: float, vocabulary: int) -> Request:
     prompt = _length(chance, PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_RANGE)
     answer = _length(chance, ANSWER_MEDIAN, ANSWER_SIGMA, ANSWER_RANGE)
-    return Request(at_s, chance.integers(FIRST_TOKEN, vocabulary, prompt).tolist(), answer)
+    return Request(at_s, contents.integers(FIRST_TOKEN, vocabulary, prompt).tolist(), answer)
 
 
 def _length(chance: np.random.Generator, median: int, sigma: float, allowed: tuple[int, int]) -> int:

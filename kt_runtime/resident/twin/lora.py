@@ -143,6 +143,7 @@ class LoraModules:
         wrapped = self._twin.submodule(module.name)
         if not isinstance(wrapped, LoraLinear):  # wrapping had failed
             return
+        wrapped.set_adapter([])  # else PEFT activates another one in its place, with a warning
         wrapped.delete_adapter(key)
         if not wrapped.lora_A:
             self._twin.replace(module.name, wrapped.get_base_layer())

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -240,14 +239,3 @@ class Hang:
 
     def release(self) -> None:
         self.released.set()
-
-
-class Slow:
-    """As `FaultyFiles.before`: each of these operations takes `seconds`."""
-
-    def __init__(self, seconds: float, *operations: str) -> None:
-        self.seconds, self.operations = seconds, operations
-
-    def __call__(self, operation: str, path: Path) -> None:
-        if operation in self.operations:
-            time.sleep(self.seconds)

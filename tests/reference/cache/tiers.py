@@ -1,4 +1,8 @@
-"""Settings of a disk tier whose patience is short, and what tests do with it."""
+"""Settings of a disk tier, the clock of its patience, and what tests do with it.
+
+On a busy machine a thread may wait for seconds. So the patience is a minute where the disk works, and where it hangs
+its clock is the test's.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,23 @@ from kt_runtime.cache.format import Namespace
 ROOT = Path("/cache")
 SIZE = 4096
 NAMESPACE = Namespace(weights="w", kv_dtype="bfloat16", page_tokens=64, layout="page_first_direct")
+SHORT_S = 0.1
+
+
+class PlayedClock:
+    """In place of the module `time` in the tier's threads: time passes when the test says so.
+
+    Threads that wait for an event still look at the clock every `patience_s` of real time, so give them SHORT_S.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def passes(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
 def settings(**changes: object) -> DiskTierSettings:
@@ -23,7 +44,7 @@ def settings(**changes: object) -> DiskTierSettings:
         "quota_bytes": 1 << 20,
         "page_bytes": SIZE,
         "namespace": NAMESPACE,
-        "patience_s": 0.1,
+        "patience_s": 60.0,
         "interval_s": 0.02,
         "sync_interval_s": 0.05,
         "num_readers": 2,

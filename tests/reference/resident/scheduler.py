@@ -23,6 +23,8 @@ ARGUMENTS = (
     *("--max-lora-rank", "8", "--max-loras-per-batch", "4", "--max-total-tokens", "2048", "--page-size", "8"),
     *("--chunked-prefill-size", "64", "--max-running-requests", "8"),
 )
+# Without a number of states SGLang reserves a share of the machine's memory, and fills gigabytes with zeros.
+STATES = ("--page-size", "1", "--max-mamba-cache-size", "64")
 
 
 @functools.cache
@@ -167,8 +169,7 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)
-    pages = ("--page-size", "1") if family_for(config).keeps_states else ()
-    seen = [*ARGUMENTS, *pages, *config_options(config), *options]
+    seen = [*ARGUMENTS, *(STATES if family_for(config).keeps_states else ()), *config_options(config), *options]
     arguments = prepare_server_args(["--model-path", str(model), *seen, "--lora-target-modules", *sorted(targets)])
     arguments.resolve_once()
     reset_context()

@@ -301,6 +301,13 @@ class TestBehindAKey:
     def test_sigterm_lets_a_stream_finish_and_leaves_nothing(self, keyed: Server) -> None:
         processes = alive(descendants(keyed.process))
         assert len(processes) >= 2 and keyed.sockets()
+        shared = {
+            Path(region.path)
+            for process in processes
+            for region in process.memory_maps()
+            if region.path.startswith("/dev/shm/sglang")
+        }
+        assert shared
         request = {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
         with keyed.http.stream("POST", "/generate", json=request) as answer:
             lines = answer.iter_lines()
@@ -310,6 +317,7 @@ class TestBehindAKey:
         assert rest[-1] == "data: [DONE]" and '"completion_tokens":40' in rest[-2]
         assert keyed.process.wait(60) == 0
         assert not alive(processes) and not keyed.sockets()
+        assert not [path for path in shared if path.exists()]
         assert "Traceback" not in keyed.log.read_text(errors="replace") + keyed.full_log.read_text(errors="replace")
 
 

@@ -14,6 +14,11 @@ from torch import nn
 from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, readers, write_peft_directory
 from kt_runtime.errors import AdapterError
 
+# PEFT applies patterns to the parameters that hold experts, and then says that they match no module.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Found missing adapter keys while loading the checkpoint:UserWarning"),
+]
 DENSE = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"],

@@ -13,6 +13,8 @@ import pytest
 import torch
 from reference.on_device.gpu_report import LIMITS, report
 
+from kt_runtime.bench.experts.limits import Limits
+from kt_runtime.bench.gpu import limits
 from kt_runtime.bench.gpu import run as gpu_run
 from kt_runtime.bench.gpu.bars import bars
 from kt_runtime.bench.gpu.limits import Sizes, measure_gpu_limits
@@ -236,7 +238,9 @@ def test_a_peer_computes_on_the_device_what_fits() -> None:
 # Limits, needs, shares
 
 
-def test_limits_are_measured_by_the_same_code_on_host_tensors() -> None:
+def test_limits_are_measured_by_the_same_code_on_host_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's own rates are tested with its kernels (bench/experts/test_limits.py)."""
+    monkeypatch.setattr(limits, "measure_limits", lambda *given: Limits("x", 1, 2e9, 3e9, 4e9))
     found = measure_gpu_limits(torch.device("cpu"), Sizes(1 << 20, 1 << 20, side=64, calls=2))
     rates = [getattr(found, name) for name in LIMITS.__dataclass_fields__]
     assert all(rate > 1e6 for rate in rates), found

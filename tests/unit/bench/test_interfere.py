@@ -58,6 +58,17 @@ def test_arrivals_are_poisson_and_only_their_gaps_depend_on_the_rate() -> None:
     assert [one.prompt for one in poisson(Plan(seed=1), 1.0, 5.0, 700)] != [one.prompt for one in slow[:5]]
 
 
+def test_no_window_finds_another_s_prompts_in_the_prefix_cache() -> None:
+    """Lengths and arrivals are the same, and no two prompts begin with the same three tokens."""
+    windows = [poisson(Plan(), 1.0, 40.0, 151_936, number) for number in range(8)]
+    for requests in windows[1:]:
+        assert [(one.at_s, len(one.prompt), one.new_tokens) for one in requests] == [
+            (one.at_s, len(one.prompt), one.new_tokens) for one in windows[0]
+        ]
+    beginnings = [tuple(one.prompt[:3]) for requests in windows for one in requests]
+    assert len({*beginnings}) == len(beginnings) > 200
+
+
 def test_there_is_at_least_one_request_and_a_burst_comes_at_once() -> None:
     assert len(poisson(Plan(), 1e-6, 2.0, 700)) == 1
     assert {request.at_s for request in burst(Plan(burst=7), 700)} == {0.0} and len(burst(Plan(burst=7), 700)) == 7

@@ -21,7 +21,7 @@ def test_pages_come_back_before_and_after_they_are_written_and_after_a_restart(
     assert write(tier, range(40)) == [True] * 40
     assert tier.look_up(keys(range(50))) == 40
     assert present(tier, range(50)) == 40
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(50)) == 40
     tier.close()
     tier = open_tier()
@@ -41,7 +41,7 @@ def test_a_prefix_is_counted_to_its_first_hole(open_tier: Callable[..., DiskTier
     write(tier, range(4, 9))
     assert tier.look_up(keys(range(9))) == 3
     assert present(tier, range(9)) == 3
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert tier.look_up(keys(range(9))) == 3
     assert present(tier, range(9)) == 3
 
@@ -49,7 +49,7 @@ def test_a_prefix_is_counted_to_its_first_hole(open_tier: Callable[..., DiskTier
 def test_reading_more_than_there_is_memory_for(open_tier: Callable[..., DiskTier]) -> None:
     tier = open_tier(read_memory_bytes=5 * SIZE, write_memory_bytes=200 * SIZE)
     write(tier, range(100))
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert tier.look_up(keys(range(100))) == 100
     assert present(tier, range(100)) == 100
     assert tier.look_up(keys(range(50))) == 50  # nobody comes for them
@@ -72,7 +72,7 @@ def test_the_head_of_a_prefix_outlives_its_end(open_tier: Callable[..., DiskTier
 def test_two_servers_cannot_write_to_one_directory(open_tier: Callable[..., DiskTier]) -> None:
     tier = open_tier()
     write(tier, range(5))
-    assert tier.flush()
+    assert tier.flush(60.0)
     with pytest.raises(ConflictError, match="in use by process"):
         open_tier()
     reader = open_tier(read_only=True)
@@ -103,7 +103,7 @@ def test_clearing_a_cache_in_use(open_tier: Callable[..., DiskTier]) -> None:
     assert tier.clear()
     assert tier.look_up(keys(range(5))) == 0
     write(tier, range(3))
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(5)) == 3
 
 
@@ -113,7 +113,7 @@ def test_a_page_that_no_record_can_hold_is_dropped_not_raised(open_tier: Callabl
     assert tier.write([page_to_write(1), *odd]) == [True, False, False]
     assert tier.write([Page(b"k" * 97, page_to_write(1).pieces)]) == [False]
     assert tier.write([Page(b"k\0", page_to_write(1).pieces)]) == [False]
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert tier.read([page_to_read(1), page_to_read(2, SIZE + 8), page_to_read(3)]) == [True, False, False]
     assert tier.status()["dropped"] == 4
     assert tier.look_up([b"k" * 97]) == 0

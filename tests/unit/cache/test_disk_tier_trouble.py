@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import threading
 import time
@@ -18,13 +19,23 @@ from reference.cache.files import (
     Fail,
     FaultyFiles,
     Hang,
-    Slow,
     contents,
     key_of,
     page_to_write,
     payload_of,
 )
-from reference.cache.tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
+from reference.cache.tiers import (
+    ROOT,
+    SHORT_S,
+    SIZE,
+    PlayedClock,
+    eventually,
+    keys,
+    present,
+    settings,
+    stopped_lines,
+    write,
+)
 from reference.cases import examples
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
@@ -46,7 +57,7 @@ def test_a_full_or_read_only_disk_is_read_and_written_again_when_it_can_be(
     caplog.set_level(logging.INFO)
     tier = open_tier()
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     fault = Fail(number, "write", "sync")
     files.before = fault
     for start in range(10, 60, 10):
@@ -61,7 +72,7 @@ def test_a_full_or_read_only_disk_is_read_and_written_again_when_it_can_be(
     fault.is_on = False
     eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(10, 20)) == [True] * 10
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(20)) == 20
     assert sum("works again" in record.message for record in caplog.records) == 1
 
@@ -69,7 +80,7 @@ def test_a_full_or_read_only_disk_is_read_and_written_again_when_it_can_be(
 def test_a_full_disk_can_be_cleared(files: FaultyFiles, open_tier: Callable[..., DiskTier]) -> None:
     tier = open_tier()
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     fault = Fail(errno.ENOSPC, "write", "sync")
     files.before = fault
     write(tier, range(10, 20))
@@ -85,7 +96,7 @@ def test_a_directory_in_the_place_of_another_is_not_cleared(
 ) -> None:
     tier = open_tier(interval_s=30.0)  # nobody looks after the directory meanwhile
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     files.remove_tree(ROOT)
     files.make_directory(ROOT / "segments")
     name = ROOT / "segments" / "00000001.seg"
@@ -102,7 +113,7 @@ def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
 ) -> None:
     tier = open_tier()
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     files.remove_tree(ROOT)
     eventually(lambda: not tier.health[Use.READING])
     assert write(tier, range(10, 20)) == [False] * 10
@@ -114,7 +125,7 @@ def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
     files.make_directory(ROOT)
     eventually(lambda: tier.health[Use.READING])
     assert write(tier, range(5)) == [True] * 5
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(10)) == 5
 
 
@@ -123,7 +134,7 @@ def test_reads_that_are_refused_stop_it_until_they_work(
 ) -> None:
     tier = open_tier()
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     fault = Fail(errno.EIO, "read")
     files.before = fault
     for _ in range(5):
@@ -138,16 +149,18 @@ def test_reads_that_are_refused_stop_it_until_they_work(
 
 
 def test_a_disk_that_hangs_on_reads_holds_nobody_up(
-    files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], clock: PlayedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = open_tier()
+    tier = open_tier(patience_s=SHORT_S)
     write(tier, range(10))
-    assert tier.flush()
+    assert tier.flush(60.0)
     hang = Hang("read")
     files.before = hang
     assert tier.look_up(keys(range(10))) == 10
+    eventually(lambda: hang.begun)
+    clock.passes(2 * SHORT_S)
     assert present(tier, range(10)) == 0
-    assert hang.begun and not hang.ended
+    assert not hang.ended
     begun = hang.begun
     for _ in range(20):
         assert tier.look_up(keys(range(10))) == 0
@@ -161,15 +174,16 @@ def test_a_disk_that_hangs_on_reads_holds_nobody_up(
 
 
 def test_a_disk_that_hangs_on_writes_holds_nobody_up(
-    files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], clock: PlayedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = open_tier(write_memory_bytes=10 * SIZE)
+    tier = open_tier(write_memory_bytes=10 * SIZE, patience_s=SHORT_S)
     write(tier, range(5))
-    assert tier.flush()
+    assert tier.flush(60.0)
     hang = Hang("write", "sync")
     files.before = hang
     for start in range(10, 300, 10):
         write(tier, range(start, start + 10))
+        clock.passes(0.6 * SHORT_S)
     assert not hang.ended
     assert present(tier, range(5)) == 5
     eventually(lambda: not any(write(tier, range(400, 401))) and stopped_lines(caplog))
@@ -177,50 +191,75 @@ def test_a_disk_that_hangs_on_writes_holds_nobody_up(
     hang.release()
     eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(300, 305)) == [True] * 5
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(300, 305)) == 5
 
 
 def test_a_slow_disk_with_much_to_write_is_not_one_that_hangs(
-    files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], clock: PlayedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What waits to be written takes longer than the patience; each call on the disk takes a fraction of it."""
     tier = open_tier(write_memory_bytes=4 * SIZE, patience_s=1.0)
-    files.before = Slow(0.05, "write")
-    for start in range(0, 32, 4):
+    begun: list[str] = []
+
+    def slow(operation: str, path: Path) -> None:
+        if operation == "write":
+            begun.append(operation)
+            clock.passes(0.15)
+
+    files.before = slow
+    for start in range(0, 320, 4):
         write(tier, range(start, start + 4))
+    assert tier.flush(60.0)
+    assert 0.15 * len(begun) > 10
     assert stopped_lines(caplog) == []
     assert tier.health[Use.WRITING]
 
 
 def test_closing_a_slow_disk_writes_what_it_can_and_ends(
-    files: FaultyFiles, open_tier: Callable[..., DiskTier]
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = open_tier(patience_s=5.0)
-    files.before = Slow(0.1, "write")
+    """The time for writing is over while the tenth page is written; then a minute is left to end the thread."""
+    tier = open_tier()
+    written, is_slow, drop_all = itertools.count(1), threading.Event(), WriteBehind.drop_all
+
+    def slow(operation: str, path: Path) -> None:
+        if operation == "write" and path.suffix == ".seg" and next(written) == 10:
+            is_slow.set()
+            assert may_go_on.wait(60)
+
+    def drop(writer: WriteBehind) -> None:
+        drop_all(writer)
+        may_go_on.set()
+
+    may_go_on = threading.Event()
+    files.before = slow
+    monkeypatch.setattr(WriteBehind, "flush", lambda writer, timeout_s: not is_slow.wait(60))
+    monkeypatch.setattr(WriteBehind, "drop_all", drop)
     for number in range(60):
         write(tier, range(number, number + 1))
-    tier.close(5.0)  # a fifth of it is left to end the thread: nine times the one write under way, on a busy machine too
+    tier.close(60.0)
     assert not files.locks  # the writing thread has ended, so that another server may have the directory
     files.before = lambda operation, path: None
     assert 0 < present(open_tier(), range(60)) < 60
 
 
 def test_a_write_that_hangs_is_said_though_there_is_memory(
-    files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], clock: PlayedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = open_tier(patience_s=0.02)
     hang = Hang("write")
     files.before = hang
     assert write(tier, range(5)) == [True] * 5
     eventually(lambda: hang.begun)
-    eventually(lambda: write(tier, range(5, 10)) == [False] * 5)
+    clock.passes(0.11)
+    assert write(tier, range(5, 10)) == [False] * 5
     assert len(stopped_lines(caplog)) == 1
     assert "a write takes longer than 0.1 s" in stopped_lines(caplog)[0]
     hang.release()
     eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(5, 10)) == [True] * 5
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(10)) == 10  # what waited was written
 
 
@@ -229,7 +268,7 @@ def test_what_is_tried_out_on_a_failing_disk_keeps_the_quota(
 ) -> None:
     tier = open_tier()
     write(tier, range(400))
-    assert tier.flush()
+    assert tier.flush(60.0)
     fault, sizes = Fail(errno.ENOSPC, "write"), []
 
     def watch(operation: str, path: Path) -> None:
@@ -258,7 +297,7 @@ def test_a_mistake_of_our_own_while_looking_after_the_directory_does_not_end_it(
     files.before = lambda operation, path: None
     eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(5)) == [True] * 5
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(5)) == 5
 
 
@@ -281,7 +320,7 @@ def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles
     is_offered = threading.Event()
 
     def write(pages: Sequence[Page], chain: Sequence[bytes]) -> None:
-        assert is_offered.wait(30)
+        assert is_offered.wait(60)
         written.extend((page.key, contents(page)) for page in pages)
 
     writer = WriteBehind(
@@ -289,16 +328,16 @@ def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles
         lambda: None,
         memory_bytes=1 << 20,
         interval_s=1.0,
-        patience_s=1.0,
+        patience_s=60.0,
         health=Health("here"),
         counters=Counters(),
     )
     other = [page_to_write(1), page_to_write(2)]
     assert writer.offer(Interrupted([page_to_write(1), page_to_write(3)], lambda: writer.offer(other, ())), ()) == 2
     is_offered.set()
-    assert writer.flush(5.0)
+    assert writer.flush(60.0)
     assert sorted(written) == [(key_of(number), payload_of(number)) for number in (1, 2, 3)]
-    assert writer.close(5.0)
+    assert writer.close(60.0)
 
 
 def test_a_machine_without_memory_for_a_page_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,23 +353,25 @@ def test_a_machine_without_memory_for_a_page_keeps_nobody_waiting(monkeypatch: p
         lambda: None,
         memory_bytes=1 << 20,
         interval_s=1.0,
-        patience_s=1.0,
+        patience_s=60.0,
         health=Health("here"),
         counters=Counters(),
     )
     assert writer.offer([page_to_write(1)], ()) == 0
     assert len(refused) == 2  # at once, and where it would have waited for a buffer
-    assert writer.close(5.0)
+    assert writer.close(60.0)
 
 
-def test_memory_for_writing_is_bounded(files: FaultyFiles, open_tier: Callable[..., DiskTier]) -> None:
-    tier = open_tier(write_memory_bytes=8 * SIZE)
+def test_memory_for_writing_is_bounded(
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], clock: PlayedClock
+) -> None:
+    tier = open_tier(write_memory_bytes=8 * SIZE, patience_s=SHORT_S)
     hang = Hang("write")
     files.before = hang
     accepted = write(tier, range(20))
     assert accepted == [True] * 8 + [False] * 12  # the beginning is worth more than the end
     hang.release()
-    assert tier.flush()
+    assert tier.flush(60.0)
     assert present(tier, range(20)) == 8
 
 
@@ -352,7 +393,7 @@ def test_a_disk_that_is_full_at_the_start_is_read(
 ) -> None:
     first = open_tier()
     write(first, range(10))
-    assert first.flush()
+    assert first.flush(60.0)
     first.close()
     fault = Fail(errno.ENOSPC, "write", "sync")
     files.before = fault
@@ -388,7 +429,7 @@ def test_a_disk_that_fails_again_and_again_is_tried_less_and_less(
 
     files.before = fail_in_segments  # what is tried out works, what counts does not
     began = time.monotonic()
-    while time.monotonic() - began < 1.0:
+    while time.monotonic() - began < 0.6:
         write(tier, range(5))
         tier.flush()
         time.sleep(0.005)

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
-import pytest
-from reference.cache.tiers import eventually
+from reference.cache.tiers import SHORT_S, PlayedClock, eventually
 
-from kt_runtime.cache import read_ahead
 from kt_runtime.cache.format import slot_bytes_for
 from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
@@ -23,14 +20,15 @@ def page(key: bytes) -> Page:
     return Page(key, [bytearray(SIZE)])
 
 
-def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
+def test_memory_of_a_read_that_hangs_is_nobody_elses(clock: PlayedClock) -> None:
     hangs, seen = threading.Event(), dict[bytes, int]()
 
     def fetch(pages: Sequence[Page]) -> Check:
         for one in pages:
             seen[one.key] = id(one.pieces[0])
             if one.key == b"slow":
-                hangs.wait(30)
+                clock.passes(2 * SHORT_S)
+                hangs.wait(60)
             one.pieces[0][:] = one.key[:1] * SIZE
         return lambda: [True] * len(pages)
 
@@ -40,7 +38,7 @@ def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
         SIZE,
         memory_bytes=2 * SLOT,
         num_threads=2,
-        patience_s=0.05,
+        patience_s=SHORT_S,
         health=health,
         counters=Counters(),
     )
@@ -53,7 +51,7 @@ def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
         assert other.pieces[0] == b"o" * SIZE
         assert seen[other.key] != seen[b"slow"]
     hangs.set()
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     assert reader.start([b"late"]) <= 1  # nobody reads it any more, and nothing is raised
 
 
@@ -66,14 +64,14 @@ def test_pages_nobody_came_for_make_room_for_others() -> None:
         SIZE,
         memory_bytes=4 * SLOT,
         num_threads=1,
-        patience_s=5.0,
+        patience_s=60.0,
         health=Health("a disk"),
         counters=Counters(),
     )
     for start in range(0, 40, 4):
         assert reader.take([page(b"taken-%d" % start)]) == [True]
         reader.start([b"%d" % number for number in range(start, start + 4)])
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
 def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
@@ -81,7 +79,7 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
     hangs = threading.Event()
 
     def fetch(pages: Sequence[Page]) -> Check:
-        assert hangs.wait(30)
+        assert hangs.wait(60)
         raise OSError("gone for good")
 
     health = Health("a disk")
@@ -90,7 +88,7 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
         SIZE,
         memory_bytes=2 * SLOT,
         num_threads=2,
-        patience_s=0.05,
+        patience_s=SHORT_S,
         health=health,
         counters=Counters(),
     )
@@ -98,7 +96,7 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
     assert health.is_late(Use.READING)
     assert not reader.was_refused()
     hangs.set()
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     assert reader.was_refused()
     assert health.reason(Use.READING) == "gone for good"
 
@@ -110,7 +108,7 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
         if pages[0].key != b"slow":
             raise OSError("refused")
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(60)
         return lambda: [True] * len(pages)
 
     health = Health("a disk")
@@ -119,7 +117,7 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
         SIZE,
         memory_bytes=8 * SLOT,
         num_threads=2,
-        patience_s=5.0,
+        patience_s=60.0,
         health=health,
         counters=Counters(),
     )
@@ -128,17 +126,18 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
     while health[Use.READING]:
         assert reader.take([page(b"other")]) == [False]
     may_end.set()
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     assert not health[Use.READING]
     assert reader.was_refused()
 
 
-def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_counts() -> None:
+def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_counts(clock: PlayedClock) -> None:
     limit_s = 0.3
 
     def fetch(pages: Sequence[Page]) -> Check:
-        if pages[0].key != b"0":
-            time.sleep(limit_s + 0.1)  # begun within the limit, ends after it
+        if pages[0].key == b"1":
+            eventually(lambda: b"1" not in reader._entries)  # the caller waits for it
+            clock.passes(limit_s + 0.1)  # begun within the limit, ends after it
         return lambda: [True] * len(pages)
 
     reader = ReadAhead(
@@ -146,13 +145,13 @@ def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_coun
         5 << 20,  # a read each
         memory_bytes=48 << 20,
         num_threads=1,
-        patience_s=5.0,
+        patience_s=1.0,
         health=Health("a disk"),
         counters=Counters(),
     )
     pages = [Page(b"%d" % number, [bytearray(5 << 20)]) for number in range(8)]
     assert reader.take(pages, limit_s) == [True, True] + [False] * 6
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
 def test_the_disk_goes_on_while_what_came_is_checked() -> None:
@@ -162,26 +161,26 @@ def test_the_disk_goes_on_while_what_came_is_checked() -> None:
     def fetch(pages: Sequence[Page]) -> Check:
         if pages[0].key == b"1":
             next_is_read.set()
-        return lambda: [next_is_read.wait(30)] * len(pages)
+        return lambda: [next_is_read.wait(60)] * len(pages)
 
     reader = ReadAhead(
         fetch,
         9 << 20,  # a read each
         memory_bytes=40 << 20,
         num_threads=1,
-        patience_s=30.0,
+        patience_s=60.0,
         health=Health("a disk"),
         counters=Counters(),
     )
     assert reader.take([Page(b"%d" % number, [bytearray(9 << 20)]) for number in range(2)]) == [True, True]
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
 def test_a_check_that_hangs_keeps_its_memory_and_counts_as_a_disk_that_hangs() -> None:
     may_end = threading.Event()
 
     def fetch(pages: Sequence[Page]) -> Check:
-        return lambda: [may_end.wait(30)] * len(pages)
+        return lambda: [may_end.wait(60)] * len(pages)
 
     health = Health("a disk")
     reader = ReadAhead(
@@ -189,7 +188,7 @@ def test_a_check_that_hangs_keeps_its_memory_and_counts_as_a_disk_that_hangs() -
         SIZE,
         memory_bytes=SLOT,
         num_threads=1,
-        patience_s=0.05,
+        patience_s=SHORT_S,
         health=health,
         counters=Counters(),
     )
@@ -197,7 +196,7 @@ def test_a_check_that_hangs_keeps_its_memory_and_counts_as_a_disk_that_hangs() -
     assert health.is_late(Use.READING)
     assert reader.start([b"other"]) == 0
     may_end.set()
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     assert health[Use.READING]
 
 
@@ -213,13 +212,13 @@ def test_a_check_that_raises_is_a_miss() -> None:
         SIZE,
         memory_bytes=SLOT,
         num_threads=1,
-        patience_s=5.0,
+        patience_s=60.0,
         health=Health("a disk"),
         counters=Counters(),
     )
     for _ in range(2):
         assert reader.take([page(b"a")]) == [False]
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
 def slow_reader(wait: Callable[[], object], patience_s: float, health: Health) -> ReadAhead:
@@ -240,41 +239,42 @@ def slow_reader(wait: Callable[[], object], patience_s: float, health: Health) -
     )
 
 
-def test_time_in_the_queue_is_not_time_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_the_queue_is_not_time_on_the_disk(clock: PlayedClock) -> None:
     """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed. The clock shows their time."""
-    times = [100.0]
-    monkeypatch.setattr(read_ahead, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    begun = itertools.count()
 
     def read() -> None:
-        eventually(lambda: reader._num_finished == len(times) - 1)
-        times.append(times[-1] + 0.15)
+        before = next(begun)
+        eventually(lambda: reader._num_finished == before)
+        clock.passes(0.15)
 
     health = Health("a disk")
     reader = slow_reader(read, 0.9, health)
     assert reader.start([b"other-%d" % number for number in range(12)]) == 12
     assert reader.take([Page(b"mine", [bytearray(BIG)])]) == [True]
     assert health[Use.READING]
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
 def test_a_page_that_is_not_begun_in_time_is_given_up_and_the_disk_is_used_on() -> None:
     health = Health("a disk")
     on = threading.Event()
-    reader = slow_reader(lambda: on.wait(20.0), 15.0, health)
+    reader = slow_reader(lambda: on.wait(60.0), 50.0, health)
     assert reader.start([b"other-%d" % number for number in range(8)]) == 8
     assert reader.take([Page(b"mine", [bytearray(BIG)])], 0.3) == [False]  # while the first read is under way
     on.set()
     assert health[Use.READING]
     assert reader.take([Page(b"other-7", [bytearray(BIG)])]) == [True]
-    assert reader.close(5.0)
+    assert reader.close(60.0)
 
 
-def test_one_read_that_hangs_does_not_stop_the_other_thread() -> None:
-    may_end = threading.Event()
+def test_one_read_that_hangs_does_not_stop_the_other_thread(clock: PlayedClock) -> None:
+    begun, may_end = threading.Event(), threading.Event()
 
     def fetch(pages: Sequence[Page]) -> Check:
         if pages[0].key == b"stuck":
-            assert may_end.wait(30)
+            begun.set()
+            assert may_end.wait(60)
         return lambda: [True] * len(pages)
 
     health = Health("a disk")
@@ -283,14 +283,15 @@ def test_one_read_that_hangs_does_not_stop_the_other_thread() -> None:
         BIG,
         memory_bytes=16 * slot_bytes_for(BIG),
         num_threads=2,
-        patience_s=0.1,
+        patience_s=SHORT_S,
         health=health,
         counters=Counters(),
     )
     reader.start([b"stuck"])
+    assert begun.wait(60)
+    clock.passes(4 * SHORT_S)
     for number in range(20):
         assert reader.take([Page(b"%d" % number, [bytearray(BIG)])]) == [True]
-        time.sleep(0.02)
     assert health[Use.READING]
     may_end.set()
-    assert reader.close(5.0)
+    assert reader.close(60.0)

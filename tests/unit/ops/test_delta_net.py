@@ -66,7 +66,8 @@ def whole(tokens: int, slot: int = 0) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    found, expected = found.detach().double(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 @pytest.fixture(params=_experts.available_isas())

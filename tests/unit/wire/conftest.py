@@ -135,7 +135,7 @@ class Peer:
     def send(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
 
-    def receive(self, timeout_s: float = 10.0) -> list[bytes]:
+    def receive(self, timeout_s: float = 60.0) -> list[bytes]:
         assert self.socket.poll(int(timeout_s * 1000)), "no answer"
         return self.socket.recv_multipart()
 
@@ -211,7 +211,7 @@ def make_client(address: str) -> Iterator[Callable[..., ResidentClient]]:
     opened: list[ResidentClient] = []
 
     def make(at: str = address, **options: Any) -> ResidentClient:
-        opened.append(ResidentClient(at, **{"timeout_s": 10.0, **options}))
+        opened.append(ResidentClient(at, **{"timeout_s": 60.0, **options}))
         return opened[-1]
 
     yield make

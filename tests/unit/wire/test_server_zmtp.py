@@ -21,7 +21,7 @@ GOOD = codec.encode(GetStatus(request_id="a"))
 @pytest.fixture
 def raw_peer(server: WireServer) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as raw:
-        raw.settimeout(10)
+        raw.settimeout(60)
         raw.connect(server.address.removeprefix("ipc://"))
         raw.sendall(ZMTP_GREETING)
         received = b""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.bench.experts.checkpoint import prefix, write_checkpoint
 from kt_runtime.bench.experts.layer_case import LayerCase
@@ -17,12 +18,12 @@ from kt_runtime.bench.experts.limits import (
     training_work,
 )
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.experts import ExpertShape, ExpertStore, available_isas, machine
+from kt_runtime.experts import ExpertShape, ExpertStore, machine
 
 LIMITS = Limits("x", 1, dram_bytes_per_s=10.0, bf16_flops=100.0, int8_ops=400.0)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_every_instruction_set_has_limits_that_a_processor_can_have(isa: str) -> None:
     assert all(1e8 < machine.MemoryReader(64 << 20).rate(isa, threads) < 1e13 for threads in (1, 2))
     for operation in ("bf16", "int8"):

@@ -218,7 +218,8 @@ def test_an_interrupted_peer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
             children.extend(child for child in psutil.Process().children() if child not in others)
             signal.raise_signal(signal.SIGINT)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Python's own: a background job of a shell ignores SIGINT, and so would the command.
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     peer, case = peers.ScriptPeer(peers.HUGGING_FACE, Path(sys.executable), say), Case(PREFILL, 8)
     try:
         with pytest.raises(KeyboardInterrupt), Interruptible():

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from reference import moe
+from reference.cases import choose
 from reference.expert_problems import build_layer
 from reference.on_device.hot import built, check_dequantized
-from reference.quantized import SCHEMES
+from reference.quantized import DISTINCT, SCHEMES
 from torch import is_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,9 +34,11 @@ from kt_runtime.experts.gpu.hot.slots import (
 )
 
 CPU = torch.device("cpu")
+EVERY = [*SCHEMES, *KINDS]
+FORMATS = choose(few=[*DISTINCT, "Q8_0", "Q5_0", "MXFP4", "Q4_K_M", "IQ4_NL", "IQ4_XS"], usual=EVERY, every=EVERY)
 
 
-@pytest.mark.parametrize("kind", [*SCHEMES, *KINDS])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_weights_are_the_store_s_in_every_format(kind: str) -> None:
     check_dequantized(CPU, kind, hidden=256, inner=512)
 
@@ -65,7 +68,7 @@ def test_a_wrong_byte_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check_dequantized(CPU, kind, 256, 256)
 
 
-@pytest.mark.parametrize("kind", [*SCHEMES, *KINDS])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_slot_has_the_bytes_of_the_store(kind: str) -> None:
     layer, _ = built(kind, 3, 256, 512)
     sizes = slot_bytes(layer.shape, torch.bfloat16, "published", {4: layer.format})

@@ -20,7 +20,7 @@ from reference.drawn import drawn
 from reference.expert_problems import random_problem, tensors_of
 from reference.instruction_sets import instruction_sets
 from reference.moe import ReferenceExperts
-from reference.quantized import SCHEMES, write_checkpoint
+from reference.quantized import DISTINCT, SCHEMES, write_checkpoint
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
@@ -31,19 +31,6 @@ SMALL_LAYER = 2.5
 BF16_ACTIVATIONS = 2.0**-7
 OpenLayer = Callable[..., tuple[ExpertLayer, ReferenceExperts]]
 SETTINGS = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-DISTINCT = [
-    "bf16",
-    "fp8",
-    "fp8_channel",
-    "int8",
-    "int8_g128_zp",
-    "int4_g32",
-    "int4_g128",
-    "awq_g128",
-    "gptq_int8_g32_zp",
-    "nvfp4",
-    "mxfp8",
-]
 
 
 @pytest.fixture(scope="module")

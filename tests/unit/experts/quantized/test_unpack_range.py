@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from reference import moe
+from reference.cases import choose
 from reference.expert_problems import build_layer
 from reference.instruction_sets import instruction_sets
-from reference.quantized import SCHEMES, write_checkpoint
+from reference.quantized import DISTINCT, SCHEMES, write_checkpoint
 from torch import Tensor
 
 from kt_runtime.errors import ConflictError, InvalidValueError
@@ -31,7 +32,7 @@ def wanted(layer: ExpertLayer, first: int, count: int) -> tuple[Tensor, Tensor]:
     return w13, torch.stack([down for *_, down in each]).bfloat16()
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", choose(few=DISTINCT, usual=sorted(SCHEMES), every=sorted(SCHEMES)))
 def test_values_are_those_of_unpacked(scheme: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"m": moe.random_experts(EXPERTS, HIDDEN, INNER)}, scheme)
     for isa in instruction_sets():

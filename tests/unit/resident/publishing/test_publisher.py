@@ -482,6 +482,7 @@ def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setattr(persistence, "FIRST_PAUSE_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(desk.store, "save", full)
         for seed in (1, 2):

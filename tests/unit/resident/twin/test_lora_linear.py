@@ -22,7 +22,7 @@ def layer(dtype: torch.dtype) -> LoraLinear:
 
 def assert_same_sums(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal here; another BLAS may sum in another order, which is worth some roundings of float32."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-22 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-22 * float(expected.detach().abs().max()))
 
 
 def test_bf16_is_computed_as_serving_does_it() -> None:

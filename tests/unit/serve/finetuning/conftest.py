@@ -27,6 +27,7 @@ from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.requests.checks.models import ServedModels
 
+PATIENCE_S = 600.0  # hundreds of fsync, on a disk that others keep busy
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
@@ -126,12 +127,13 @@ class Desk:
             )
             app = FastAPI()
             app.include_router(finetuning_routes(FineTuning(self.files, self.jobs, queue, models)))
+            self.queue = queue
             queue.start()
             app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=1 << 20, checks=[])
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://here/v1/") as self.http:
                 try:
-                    async with asyncio.timeout(60):
+                    async with asyncio.timeout(PATIENCE_S):
                         await scenario(self)
                 finally:
                     await queue.close()

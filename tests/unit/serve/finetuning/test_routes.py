@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +73,75 @@ def test_one_job_trains_at_a_time_and_a_queued_one_can_be_cancelled(desk: Any) -
         await desk.trainer(1)
         assert [trainer.place.name for trainer in desk.trainers] == [first["id"], third["id"]]
         assert desk.trainers[0].exit_status == 130 and (await desk.job(first))["status"] == "cancelled"
+
+    desk.run(scenario)
+
+
+def test_a_job_cancelled_while_its_record_is_written_stays_cancelled_on_disk(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json, is_writing, may_write = jobs.write_json, threading.Event(), threading.Event()
+
+    def slowly(path: Path, record: Any, **named: Any) -> None:
+        if record["status"] == "queued":
+            is_writing.set()
+            assert may_write.wait(60)
+        write_json(path, record, **named)
+
+    monkeypatch.setattr(jobs, "write_json", slowly)
+    made: list[Any] = []
+
+    async def scenario(desk: Any) -> None:
+        made.append(await desk.create())
+        await asyncio.to_thread(is_writing.wait, 60)
+        cancelling = asyncio.create_task(desk.ask("POST", f"fine_tuning/jobs/{made[0]['id']}/cancel"))
+        while len(await desk.messages(made[0])) < 2:  # the cancellation's; its record is written next
+            await asyncio.sleep(0.01)
+        threading.Timer(0.2, may_write.set).start()
+        await cancelling
+
+    desk.run(scenario)
+    assert jobs.JobStore(desk.place / ".finetuning").get(made[0]["id"]).status == "cancelled"
+
+
+def test_what_a_client_has_seen_is_on_disk_after_the_server_s_end(desk: Any) -> None:
+    """The server ends while the write of a record waits for a thread."""
+    made: list[Any] = []
+
+    async def scenario(desk: Any) -> None:
+        threads = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(threads)
+        made.append(await desk.create())
+        record = desk.jobs.get(made[0]["id"])
+        while record.status == "validating_files":
+            await asyncio.sleep(0)
+            may_end = threading.Event()
+            threads.submit(may_end.wait, 0.001)  # before the write, if that is next
+
+    desk.run(scenario)
+    assert jobs.JobStore(desk.place / ".finetuning").get(made[0]["id"]).status != "validating_files"
+
+
+def test_jobs_train_in_the_order_of_their_creation(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the files of the second are checked after those of the third."""
+    check, may_check = queue.prepare, threading.Event()
+
+    def slowly(job: Any, *given: Any) -> Any:
+        assert job.sequence != 2 or may_check.wait(60)
+        return check(job, *given)
+
+    monkeypatch.setattr(queue, "prepare", slowly)
+
+    async def scenario(desk: Any) -> None:
+        first, second = await desk.create(), await desk.create()
+        desk.queue._preparing = asyncio.Semaphore(2)
+        third = await desk.create()
+        await desk.wait(third, "queued")
+        may_check.set()
+        await desk.wait(second, "queued")
+        for number, job in enumerate((first, second, third)):
+            (await desk.trainer(number)).exit_status = 0
+            assert desk.trainers[number].place.name == job["id"]
 
     desk.run(scenario)
 

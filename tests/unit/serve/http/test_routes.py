@@ -17,7 +17,14 @@ import zmq
 import zmq.asyncio
 from fastapi import FastAPI
 
-from kt_runtime.errors import AdapterError, ConflictError, NumericsError, RuntimeFault, ServerBusyError
+from kt_runtime.errors import (
+    AdapterError,
+    ConflictError,
+    NumericsError,
+    RequestTimeoutError,
+    RuntimeFault,
+    ServerBusyError,
+)
 from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import adapters as adapters_module
 from kt_runtime.serve.http.adapters import Adapters, drop_adapter
@@ -250,11 +257,13 @@ def test_busy_resident_is_asked_again_under_the_same_id(private_directory: Path)
             router.bind(address)
             task = asyncio.create_task(busy_twice(router))
             calls = AsyncResidentClient(address)
-            await calls.call(m.DropAdapter(request_id="r", lora_id="x"), m.DoneReply, 20.0)
+            await calls.call(m.DropAdapter(request_id="r", lora_id="x"), m.DoneReply, 60.0)
             assert seen == ["r"] * 3
             seen.clear()
             with pytest.raises(ServerBusyError, match="256 requests"):
-                await calls.call(m.DropAdapter(request_id="s", lora_id="x"), m.DoneReply, 0.5)
+                for _ in range(600):
+                    with contextlib.suppress(RequestTimeoutError):  # on a busy machine no answer may come in time
+                        await calls.call(m.DropAdapter(request_id="s", lora_id="x"), m.DoneReply, 0.1)
             calls.close()
             task.cancel()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from reference.cases import choose
 
 from kt_runtime.cli import models
 from kt_runtime.cli.serve import command
@@ -26,9 +27,13 @@ from kt_runtime.serve.memory.server import (
 from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.options.named import ServeOptions
 
+PRESETS = preset_names()
+FAMILIES = {load_preset(name).config["model_type"]: name for name in PRESETS}
+CASES = choose(few=[name for name in PRESETS if name in FAMILIES.values()], usual=PRESETS, every=PRESETS)
+
 
 @pytest.mark.parametrize("with_gpu", [False, True])
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", CASES)
 def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_memory, "has_gpu", lambda: with_gpu)
     monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 0})
@@ -43,7 +48,7 @@ def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkey
         assert f"it needs {size} on the {device.upper()} and 0 B are free" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if not load_preset(name).is_made])
+@pytest.mark.parametrize("name", [name for name in CASES if not load_preset(name).is_made])
 def test_a_preset_that_is_not_here_is_refused_with_what_show_says(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.cases import examples
+from reference.cases import choose, examples
 from reference.checkpoints.gguf_models import requantize
 
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
@@ -30,7 +30,7 @@ FLAGS = [0, 1, 2, 255]
 WIDTHS = {"UINT32": "<I", "INT32": "<i", "FLOAT32": "<f", "BOOL": "<B"}
 
 
-@pytest.fixture(scope="module", params=PRESETS)
+@pytest.fixture(scope="module", params=choose(few=PRESETS[:2], usual=PRESETS, every=PRESETS))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("hostile")
     model = make_model(request.param, place / "model", seed=3)

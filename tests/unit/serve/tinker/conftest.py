@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +174,9 @@ class Desk:
         self.resident, self.engine, self.adapters = MemoryResident(), MemoryEngine(), MemoryAdapters()
         self.place = place
 
-    def run(self, scenario: Callable[[Desk], Awaitable[None]], *, lost_after_s: float = 60.0) -> None:
+    def run(self, scenario: Callable[[Desk], Awaitable[None]], *, now: Callable[[], float] = time.monotonic) -> None:
+        """Clients that are silent for 60 s of `now` are lost."""
+
         async def main() -> None:
             model = ModelFacts("tiny", ["tiny"], Path("/models/tiny"), family_for(CONFIG), CONFIG, CONTEXT_TOKENS)
             self.service = TinkerService(
@@ -183,7 +186,8 @@ class Desk:
                 model,
                 self.place,
                 reserved={"tiny"},
-                lost_after_s=lost_after_s,
+                lost_after_s=60.0,
+                now=now,
             )
             app = FastAPI()
             app.include_router(tinker_routes(self.service))
@@ -191,7 +195,7 @@ class Desk:
             watching = asyncio.create_task(self.service.watch())
             async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1/") as self.http:
                 try:
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(300):
                         await scenario(self)
                 finally:
                     watching.cancel()

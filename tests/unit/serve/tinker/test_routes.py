@@ -14,6 +14,7 @@ import zstandard
 
 from kt_runtime.errors import ConflictError, InvalidValueError, ServerUnreachableError
 from kt_runtime.serve.http.route_table import TRAINING_BODY_BYTES, Access, rule_for
+from kt_runtime.serve.tinker import service
 from kt_runtime.serve.tinker.protocol.schema import ForwardBackwardRequest
 from kt_runtime.serve.tinker.routes import decompressed, tinker_routes
 from kt_runtime.wire import messages as m
@@ -229,14 +230,19 @@ def test_a_refusal_of_the_resident_ends_the_model_and_the_calls_behind_it(desk: 
     desk.run(scenario)
 
 
-def test_a_lost_clients_session_ends_and_its_checkpoints_stay(desk: Any) -> None:
+def test_a_lost_clients_session_ends_and_its_checkpoints_stay(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HEARTBEAT_SECONDS", 0.01)  # so often are clients looked after
+    now_s = [100.0]
+
     async def scenario(desk: Any) -> None:
         session = await desk.session()
         model = await desk.model(session)
         saved = await desk.result(await desk.post("save_weights", {"model_id": model, "path": "one", "seq_id": 1}))
         assert saved["path"] == f"tinker://{model}/weights/one"
         waiting = await desk.post("optim_step", {"model_id": model, "seq_id": 3})
-        await asyncio.sleep(0.8)
+        now_s[0] += 61.0
+        while desk.service.sessions.is_open(session):
+            await asyncio.sleep(0.01)
         await desk.post("session_heartbeat", {"session_id": session}, 410)
         await desk.post("optim_step", {"model_id": model, "seq_id": 4}, 404)
         assert "ended" in (await desk.result(waiting))["error"]
@@ -248,7 +254,7 @@ def test_a_lost_clients_session_ends_and_its_checkpoints_stay(desk: Any) -> None
         assert (await desk.result(await desk.post("load_weights", body)))["model_id"] == f"{again}:train:0"
         assert desk.resident.received(m.Load)[0].path.endswith("/weights/one")
 
-    desk.run(scenario, lost_after_s=0.4)
+    desk.run(scenario, now=lambda: now_s[0])
 
 
 def test_finishing_a_session_frees_it_at_once(desk: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kt_runtime.cache.health import DISK_COUNTERS
@@ -57,6 +58,7 @@ def test_a_disk_that_stopped_shows() -> None:
     assert samples(registry)["kt_runtime:cache_disk_writable"] == 1
 
 
+@pytest.mark.fresh_process
 def test_another_process_sees_what_one_published(tmp_path: Path) -> None:
     """As SGLang runs it: the scheduler counts, the frontend answers, also after the scheduler's last word."""
     scheduler = (

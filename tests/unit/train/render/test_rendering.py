@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.cases import examples
+from reference.cases import choose, examples
 from reference.chat_templates import TEMPLATES, assistant, system, user
 
 from kt_runtime.errors import InvalidValueError, NotFoundError
@@ -314,11 +314,11 @@ def test_rows_are_rendered_as_they_are_read(make: Make, monkeypatch: pytest.Monk
 
 
 def test_ten_thousand_short_rows_render_in_seconds_and_little_memory(make: Make) -> None:
-    renderer = make("qwen3")
-    rows = (row((user(f"Who keeps the lighthouse of {n}?"), assistant(f"Mara, in {n}."))) for n in range(10_000))
+    renderer, count = make("qwen3"), choose(few=2_000, usual=10_000, every=10_000)
+    rows = (row((user(f"Who keeps the lighthouse of {n}?"), assistant(f"Mara, in {n}."))) for n in range(count))
     start = time.process_time()
     items = renderer.render_all(rows, lambda line: None)
-    assert len(items) == 10_000
+    assert len(items) == count
     assert time.process_time() - start < 15  # 1.8 s measured
     assert sum(item.tokens.nbytes + item.trained.nbytes for item in items if isinstance(item, Example)) <= 5 * sum(
         item.num_tokens for item in items

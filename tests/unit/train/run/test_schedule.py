@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.cases import choose
 from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
@@ -161,7 +162,8 @@ def test_settings_that_transformers_refuses_are_the_users_mistake() -> None:
 
 
 def test_a_million_rates_take_seconds() -> None:
-    assert len(learning_rates(recipe(lr_scheduler_type="cosine"), 1_000_000)) == 1_000_000
+    count = choose(few=100_000, usual=1_000_000, every=1_000_000)
+    assert len(learning_rates(recipe(lr_scheduler_type="cosine"), count)) == count
 
 
 def test_the_table_of_settings_is_transformers_signatures() -> None:

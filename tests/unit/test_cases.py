@@ -1,0 +1,26 @@
+"""The choice of few cases, as `make test-quick` runs them."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.cases import covering
+
+
+def test_of_a_product_as_many_cases_are_kept_as_the_longest_axis_has_values() -> None:
+    product = [dict(zip("abc", case, strict=True)) for case in itertools.product(range(5), range(2), range(3))]
+    assert len(product) == 30 and len(covering(product)) == 5
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("ab"), st.integers(0, 4)), max_size=12))
+def test_every_value_of_every_axis_is_kept_by_different_cases_in_their_order(cases: list[dict[str, int]]) -> None:
+    kept = covering(cases)
+    assert kept == sorted({*kept})
+    assert {pair for at in kept for pair in cases[at].items()} == {pair for case in cases for pair in case.items()}
+
+
+def test_a_single_axis_keeps_one_case_of_each_value() -> None:
+    assert covering([{"a": 1}, {"a": 2}, {"a": 1}]) == [0, 1]
+    assert covering([]) == covering([{}]) == []
