@@ -84,10 +84,13 @@ def attend(
     logit_cap: float,
     sinks: Any,
     window: int,
+    chosen: Any,
     /,
 ) -> None:
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
+def prepare_index_rows(isa: str, num_threads: int, /, *operands: Any) -> None: ...
+def select_keys(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def gated_delta(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def gated_delta_backward(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def attend_backward(
@@ -105,9 +108,31 @@ def attend_backward(
     by_q: Any,
     by_keys: Any,
     by_values: Any,
+    chosen: Any,
     /,
 ) -> None:
     """Gradients of `attend` without slots and cap (csrc/ops/attention_backward.h)."""
+
+class PackedMatrix:
+    """The matrix [rows, cols] of a linear layer (csrc/weights/packed_matrix.h). Its buffer is the packed bytes.
+
+    parts: (GGUF type, rows), below each other. `ends`: the row after the last of each part.
+    """
+
+    rows: int
+    cols: int
+    ends: list[int]
+    formats: list[str]
+
+    def __init__(self, parts: Sequence[tuple[str, int]], cols: int, /) -> None: ...
+    def fill(self, part: int, kind: str, first_row: int, blocks: Any, /) -> int:
+        """Packs rows of a part; `blocks`: a buffer of their GGUF blocks. The index of a block with a bad scale, or
+        -1."""
+
+    def slice(self, first: int, count: int, /) -> PackedMatrix:
+        """Some parts, over the same memory."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Dense:
     """A decoder layer's operations but attention and routed experts (csrc/ops: dense, heads, low_rank, activation,
@@ -117,6 +142,8 @@ class Dense:
     def __init__(self, isa: str, num_threads: int, /) -> None: ...
     def linear(self, x: Any, weight: Any, bias: Any, out: Any, /) -> None: ...
     def linear_backward(self, by_out: Any, weight: Any, by_x: Any, /) -> None: ...
+    def linear_packed(self, x: Any, weight: PackedMatrix, bias: Any, out: Any, /) -> None: ...
+    def linear_packed_backward(self, by_out: Any, weight: PackedMatrix, by_x: Any, /) -> None: ...
     def linear_heads(self, x: Any, weight: Any, out: Any, /) -> None: ...
     def linear_heads_backward(self, by_out: Any, weight: Any, by_x: Any, /) -> None: ...
     def linear_added(self, x: Any, weight: Any, alpha: float, base: Any, out: Any, /) -> None: ...

@@ -54,6 +54,7 @@ from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
+from kt_runtime.serve.registry.joining import Joining, joining
 from kt_runtime.sglang_patch.options import last_value
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
@@ -119,6 +120,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         held.enter_context(claimed_adapters(adapters, directory))
         for note in check_adapters(adapters):
             say(note)
+        registry = joining(options, model.name, model.config, adapters, say)
         finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
         settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts)
         os.environ.update(settings.to_environment())
@@ -132,7 +134,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         log_level = last_value(options.passed_on, "--log-level") or "info"
         console = held.enter_context(opened_console(say, directory, options.port, log_level, verbose=options.verbose))
         console.say("starting SGLang's processes, which takes half a minute")
-        _run(sglang_arguments, _Frontend(options, model, settings, key, directory, console, finetuning))
+        ours = _Frontend(options, model, settings, key, directory, console, finetuning, registry)
+        _run(sglang_arguments, ours)
 
 
 def settings_before_imports(with_gpu: bool) -> dict[str, str]:
@@ -176,9 +179,10 @@ class _Frontend:
         directory: Path,
         console: Console,
         finetuning: Path | None,
+        registry: Joining | None = None,
     ) -> None:
         self._options, self._model, self._settings, self._console = options, model, settings, console
-        self._finetuning = finetuning
+        self._finetuning, self._registry = finetuning, registry
         self._trainers_key = None if key is None else secrets.token_urlsafe(32)
         own_key = None if self._trainers_key is None else ApiKey(self._trainers_key)
         self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config), own_key)
@@ -199,8 +203,9 @@ class _Frontend:
         from kt_runtime.serve.http.adapters import Adapters, drop_adapter
         from kt_runtime.serve.http.cache_clearing import CacheClearing
         from kt_runtime.serve.http.names import NamesServer
-        from kt_runtime.serve.http.routes import adapter_routes, cache_routes, settings_routes
+        from kt_runtime.serve.http.routes import adapter_routes, cache_routes, registry_routes, settings_routes
         from kt_runtime.serve.http.settings import RunningSettings
+        from kt_runtime.serve.registry.mount import replica_of
         from kt_runtime.serve.tinker.mount import tinker_api
         from kt_runtime.wire.async_client import AsyncResidentClient
 
@@ -216,11 +221,13 @@ class _Frontend:
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
                 app.include_router(settings_routes(RunningSettings(resident)))
+                app.include_router(registry_routes(adapters))
                 context_tokens = _longest_tokens(self._options, self._model.config)
                 place = Path(self._settings.adapter_directory)
                 connection = Connection(self._options.url, self._trainers_key)
                 facts = ServerFacts(self._model.directory, self._options.max_lora_rank, context_tokens)
                 async with (
+                    replica_of(self._registry, adapters, names, place, self._door),
                     tinker_api(app, resident, engine, adapters, self._options, self._model, context_tokens, place),
                     finetuning_api(
                         app, resident, adapters, self._door.models, facts, connection, place, self._finetuning
@@ -304,6 +311,7 @@ def _settings(
         wire_address=f"ipc://{directory / f'resident-{options.port}.sock'}",
         names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
         adapter_directory=str(adapters),
+        stores_at_once=options.registry is not None,
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,

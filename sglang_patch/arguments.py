@@ -48,6 +48,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
 from kt_runtime.sglang_patch.delta.states import state_arguments
+from kt_runtime.sglang_patch.models.sparse_options import refuse_options
 from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
@@ -181,6 +182,7 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     tiers = _tiers(cache, model, has_cuda_kernels) if cache is not None and cache.host_tokens else []
     family = family_for(model.config)
     targets = family.sglang_lora_targets(model.config)
+    refuse_options(options, family, on_cpu)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     fixed += [*state_arguments(options, family, on_cpu), *_parsers(options), *_graphs(options, kind)]
     seen = config_options(model.config)
@@ -223,7 +225,7 @@ def _parsers(options: Options) -> list[str]:
 
 
 def _tiers(cache: Cache, model: Model, has_cuda_kernels: bool) -> list[str]:
-    if model.config.get("index_topk"):
+    if model.config.get("index_topk") and not family_for(model.config).chooses_keys:
         raise InvalidValueError(
             f"--cache-host: {model.name} has sparse attention (index_topk {model.config['index_topk']}), whose index "
             "is kept beside the keys and values; the cache's tiers have room for these only"

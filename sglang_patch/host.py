@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ class SGLangHost:
 
     def prepare_adapter(self, name: str, adapter: AdapterTensors, slot: Any = None) -> object:
         return lora_install.prepare_adapter(self._runner.lora_manager, self.config, name, adapter, slot)
+
+    def place_adapter(self, prepared: Any, slot: Any) -> object:
+        return replace(prepared, slot=slot) if slot.fill_at_once(prepared.adapter) else prepared
 
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: Any) -> None:
         lora_install.install_prepared(self._runner.lora_manager, lora_id, name, version, prepared)

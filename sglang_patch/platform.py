@@ -88,6 +88,11 @@ def _platform_class() -> type:
         def is_pin_memory_available(self, device: Any = None) -> bool:
             return False
 
+        def get_kv_pool_cls(self, *, kind: Any) -> type | None:
+            from kt_runtime.sglang_patch.models.sparse_attention import pool_class
+
+            return pool_class() if kind == "mla" else None
+
         def get_dispatch_key_name(self) -> str:
             return "native"
 

@@ -16,10 +16,10 @@ from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
     *("signals", "freezing", "quantization", "platform", "cpu.attention", "cache.paging", "cpu.router"),
-    *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
+    *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.packed", "cpu.step", "cpu.routes"),
     *("delta.attention", "delta.layers", "delta.lora"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
-    *("models.gpt_oss", "models.llama4"),
+    *("models.gpt_oss", "models.llama4", "models.sparse_attention"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),
     *(
@@ -46,6 +46,7 @@ TOUCHED_OTHERWISE = (
     "frontend.chat_logprobs",
     "arguments",
     "delta.states",
+    "models.sparse_options",
     "faults.answers",
     "grammar.log",
     "turn_metrics",

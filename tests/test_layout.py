@@ -24,12 +24,14 @@ PARTS = {
     "errors",
     "files",
     "gguf_file",
+    "mapped",
     "wire",
     "experts",
     "families",
     "ops",
     "adapters",
     "cache",
+    "registry",
     "resident",
     "bench",
     "cli",
@@ -43,15 +45,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "documents": {"errors"},
     "files": {"errors"},
+    "mapped": set(),
     "checkpoint_file": {"errors", "files"},
     "gguf_file": {"checkpoint_file", "errors", "files"},
     "wire": {"errors", "files"},
     "experts": {"_experts", "checkpoint_file", "device", "errors", "families", "files", "gguf_file"},
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
-    "adapters": {"checkpoint_file", "families", "files", "errors"},
+    "adapters": {"checkpoint_file", "families", "files", "errors", "mapped"},
     "cache": {"files", "errors"},
-    "resident": {"device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache"},
+    "registry": {"files", "errors"},
+    "resident": {"device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped"},
     "bench": (PARTS - {"bench"}) | OUTSIDE | {"configs"},
     "cli": PARTS | OUTSIDE | {"configs"},
     "sglang_patch": PARTS - {"bench", "cli"},
@@ -72,7 +76,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
 }
 MOST_FILES = 14
 MOST_FILES_OF_CSRC = 16  # a header and its source are two
-NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "gguf_file", "wire", "families"}
+NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "gguf_file", "mapped", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
@@ -91,6 +95,7 @@ OPS_MAY_INCLUDE: dict[str, set[str]] = {
     "attention": set(),
     "delta": set(),
     "router": {"dense"},
+    "packed": {"dense", "experts", "pairs"},
 }
 
 

@@ -1,6 +1,7 @@
 #include "bind/attention.h"
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/dlpack.h"
@@ -8,6 +9,7 @@
 #include "kernels/registry.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
+#include "ops/router/indexer.h"
 
 namespace py = pybind11;
 
@@ -59,6 +61,15 @@ AttentionCall call_of(py::handle q, py::handle keys, py::handle values) {
   return call;
 }
 
+// [T, top_k], or absent if it is None.
+TensorView chosen_rows(const py::handle& chosen, int64_t tokens) {
+  if (chosen.is_none()) return {};
+  const TensorView rows =
+      view_of(chosen, {.name = "chosen", .dtypes = {DType::kI32}, .shape = {tokens, -1}, .contiguous = true});
+  if (rows.shape[1] < 1) throw BindError{"invalid_value", "chosen has no columns; a query sees one key at least"};
+  return rows;
+}
+
 // Keys that a query sees at most; 0: all.
 int64_t checked_window(int64_t window) {
   if (window < 0) throw BindError{"invalid_value", "window is " + std::to_string(window) + "; allowed: 0 or more"};
@@ -67,7 +78,7 @@ int64_t checked_window(int64_t window) {
 
 void attend_batch(const std::string& isa, int num_threads, py::handle q, py::handle keys, py::handle values,
                   py::handle out, py::handle log_sums, py::handle sequences, py::handle slots, float scaling,
-                  float logit_cap, py::handle sinks, int64_t window) {
+                  float logit_cap, py::handle sinks, int64_t window, py::handle chosen) {
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
   AttentionCall call = call_of(q, keys, values);
@@ -83,6 +94,11 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
                  {{"q", call.q}, {"keys", call.keys}, {"values", call.values}});
   std::vector<KvSequence> batch;
   read_sequences(sequences, slots, &batch);
+  if (const TensorView rows = chosen_rows(chosen, tokens); rows.present()) {
+    check(check_sequences(batch.data(), static_cast<int64_t>(batch.size()), tokens, key_rows));
+    const std::vector<KvSequence> whole = std::move(batch);
+    cut_at_chosen(whole, rows.as<const int32_t>(), rows.shape[1], &batch);
+  }
   call.sequences = batch.data();
   call.num_sequences = static_cast<int64_t>(batch.size());
   call.scaling = scaling;
@@ -119,7 +135,8 @@ void check_covers(const std::vector<KvSequence>& sequences, int64_t tokens, int6
 
 void attend_batch_backward(const std::string& isa, int num_threads, py::handle by_out, py::handle q, py::handle keys,
                            py::handle values, py::handle out, py::handle log_sums, py::handle sequences, float scaling,
-                           int64_t window, py::handle by_q, py::handle by_keys, py::handle by_values) {
+                           int64_t window, py::handle by_q, py::handle by_keys, py::handle by_values,
+                           py::handle chosen) {
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
   AttentionGradients g{};
@@ -132,6 +149,7 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
       view_of(log_sums, {.name = "log_sums", .dtypes = {DType::kF32}, .shape = {tokens, heads}, .contiguous = true});
   call.scaling = scaling;
   call.window = checked_window(window);
+  call.chosen = chosen_rows(chosen, tokens);
   g.by_out = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = result});
   g.by_q =
       view_of(by_q, {.name = "by_q", .dtypes = {call.q.dtype}, .shape = {tokens, heads, key_size}, .written = true});
@@ -158,9 +176,66 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
   attend_backward(*tiles, num_threads, g);
 }
 
+void prepare_rows(const std::string& isa, int num_threads, py::handle q, py::handle k, py::handle norm_weight,
+                  py::handle norm_bias, py::handle angles, py::handle positions, bool interleaved) {
+  const Tiles* tiles = nullptr;
+  check(find_tiles(isa, &tiles));
+  IndexRows rows{};
+  rows.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}, .written = true});
+  const int64_t tokens = rows.q.shape[0], size = rows.q.shape[2];
+  rows.k = view_of(k, {.name = "k", .dtypes = {rows.q.dtype}, .shape = {tokens, size}, .written = true});
+  const auto norm = [size](py::handle tensor, const char* name) {
+    return view_of(tensor, {.name = name, .dtypes = {DType::kF32}, .shape = {size}, .contiguous = true});
+  };
+  rows.norm_weight = norm(norm_weight, "norm_weight");
+  rows.norm_bias = norm(norm_bias, "norm_bias");
+  rows.angles = view_of(angles, {.name = "angles", .dtypes = {rows.q.dtype}, .shape = {-1, -1}, .contiguous = true});
+  rows.positions = view_of(positions, {.name = "positions", .dtypes = {DType::kI64}, .shape = {tokens}});
+  rows.interleaved = interleaved;
+  const int64_t rotated = rows.angles.shape[1];
+  if (rotated % 2 != 0 || rotated > size)
+    throw BindError{"invalid_value", "angles has " + std::to_string(rotated) +
+                                         " columns; allowed: an even number, up to " + std::to_string(size)};
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t position = rows.positions.as<const int64_t>()[t * rows.positions.strides[0]];
+    if (position < 0 || position >= rows.angles.shape[0])
+      throw BindError{"invalid_value", "positions[" + std::to_string(t) + "] is " + std::to_string(position) +
+                                           "; allowed: 0 to " + std::to_string(rows.angles.shape[0] - 1)};
+  }
+  check_disjoint({{"q", rows.q}, {"k", rows.k}},
+                 {{"norm_weight", rows.norm_weight}, {"norm_bias", rows.norm_bias}, {"angles", rows.angles}});
+  const py::gil_scoped_release release;
+  prepare_index_rows({*tiles, num_threads}, rows);
+}
+
+void select_batch(const std::string& isa, int num_threads, py::handle q, py::handle weights, py::handle keys,
+                  py::handle sequences, py::handle slots, py::handle chosen) {
+  const Tiles* tiles = nullptr;
+  check(find_tiles(isa, &tiles));
+  Selection selection{};
+  selection.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
+  const int64_t tokens = selection.q.shape[0];
+  selection.weights =
+      view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, selection.q.shape[1]}});
+  selection.keys = view_of(keys, {.name = "keys", .dtypes = {selection.q.dtype}, .shape = {-1, selection.q.shape[2]}});
+  selection.scaling = index_scaling(selection.q.shape[1], selection.q.shape[2]);
+  selection.chosen = view_of(
+      chosen, {.name = "chosen", .dtypes = {DType::kI32}, .shape = {tokens, -1}, .contiguous = true, .written = true});
+  if (selection.chosen.shape[1] < 1) throw BindError{"invalid_value", "chosen has no columns"};
+  std::vector<KvSequence> batch;
+  read_sequences(sequences, slots, &batch);
+  selection.sequences = batch.data();
+  selection.num_sequences = static_cast<int64_t>(batch.size());
+  const py::gil_scoped_release release;
+  check(check_sequences(selection.sequences, selection.num_sequences, tokens, selection.keys.shape[0]));
+  select_keys({*tiles, num_threads}, selection);
+}
+
 }  // namespace
 
 void bind_attention(py::module_& module) {
+  module.def("prepare_index_rows", &prepare_rows);
+  module.def("select_keys", &select_batch);
   module.def("attend", &attend_batch);
   module.def("attend_backward", &attend_batch_backward);
 }

@@ -12,6 +12,7 @@
 #include "ops/dense/low_rank.h"
 #include "ops/dense/norm_backward.h"
 #include "ops/dense/rotary.h"
+#include "ops/packed/linear.h"
 #include "ops/router/grouped_router.h"
 #include "ops/router/router.h"
 
@@ -49,6 +50,26 @@ class NativeDense {
     const TensorView result = view_of(
         by_x, {.name = "by_x", .dtypes = {rows.dtype}, .shape = {rows.shape[0], matrix.shape[1]}, .written = true});
     check_disjoint({{"by_x", result}}, {{"by_out", rows}, {"weight", matrix}});
+    const py::gil_scoped_release release;
+    kt::linear_backward(engine(), rows, matrix, result);
+  }
+
+  void linear_packed(py::handle x, const PackedMatrix& matrix, py::handle bias, py::handle out) const {
+    const TensorView rows = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, matrix.cols()}});
+    TensorView added;
+    if (!bias.is_none()) added = view_of(bias, {.name = "bias", .dtypes = kFloats, .shape = {matrix.rows()}});
+    const TensorView result =
+        view_of(out, {.name = "out", .dtypes = kFloats, .shape = {rows.shape[0], matrix.rows()}, .written = true});
+    check_disjoint({{"out", result}}, {{"x", rows}, {"bias", added}});
+    const py::gil_scoped_release release;
+    kt::linear(engine(), rows, matrix, added, result);
+  }
+
+  void linear_packed_backward(py::handle by_out, const PackedMatrix& matrix, py::handle by_x) const {
+    const TensorView rows = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = {-1, matrix.rows()}});
+    const TensorView result = view_of(
+        by_x, {.name = "by_x", .dtypes = {rows.dtype}, .shape = {rows.shape[0], matrix.cols()}, .written = true});
+    check_disjoint({{"by_x", result}}, {{"by_out", rows}});
     const py::gil_scoped_release release;
     kt::linear_backward(engine(), rows, matrix, result);
   }
@@ -356,6 +377,8 @@ void bind_dense(py::module_& module) {
       .def(py::init<const std::string&, int>())
       .def("linear", &NativeDense::linear)
       .def("linear_backward", &NativeDense::linear_backward)
+      .def("linear_packed", &NativeDense::linear_packed)
+      .def("linear_packed_backward", &NativeDense::linear_packed_backward)
       .def("linear_heads", &NativeDense::linear_heads)
       .def("linear_added", &NativeDense::linear_added)
       .def("inner_product", &NativeDense::inner_product)

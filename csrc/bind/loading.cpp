@@ -3,9 +3,11 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/dlpack.h"
@@ -13,7 +15,9 @@
 #include "kernels/registry.h"
 #include "threads/pool.h"
 #include "threads/topology.h"
+#include "weights/gguf_layer.h"
 #include "weights/loader.h"
+#include "weights/packed_matrix.h"
 
 namespace py = pybind11;
 
@@ -107,6 +111,59 @@ NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_
   return {std::move(layer), tiles, num_threads};
 }
 
+// A matrix that `fill` writes, of parts (GGUF type, rows) below each other.
+std::shared_ptr<PackedMatrix> packed_matrix(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t cols) {
+  check_range("parts", static_cast<int64_t>(parts.size()), PackedMatrix::kMostParts);
+  std::vector<PackedShape> shapes;
+  for (const auto& [name, rows] : parts) {
+    const GgufType* type = find_gguf_type(name);
+    if (type == nullptr || !type->format.integer())
+      throw BindError{"invalid_value", "no packed matrix of type " + name + "; known: " + known_gguf_types()};
+    check_range("rows", rows, int64_t{1} << 24);
+    check_range("cols", cols, int64_t{1} << 24);
+    if (cols % std::max(type->columns, kColumnUnit) != 0)
+      throw BindError{"invalid_value", "cols is " + std::to_string(cols) + "; allowed: multiples of " +
+                                           std::to_string(std::max(type->columns, kColumnUnit)) + " for " + name};
+    shapes.push_back({rows, cols, type->format});
+  }
+  return std::make_shared<PackedMatrix>(shapes);
+}
+
+// Packs rows of a part, from its row `first_row` (a multiple of 16) on. Index of the first block with a bad scale, or
+// -1.
+int64_t fill(PackedMatrix& matrix, int64_t part, const std::string& name, int64_t first_row, const py::buffer& bytes) {
+  const py::buffer_info rows = bytes.request();
+  check_range("part + 1", part + 1, static_cast<int64_t>(matrix.parts().size()));
+  const PackedShape& shape = matrix.parts()[static_cast<size_t>(part)].shape();
+  const GgufType* type = find_gguf_type(name);
+  if (type == nullptr || !(type->format == shape.format))
+    throw BindError{"invalid_value", "part " + std::to_string(part) + " is not of type " + name};
+  const int64_t row_bytes = shape.cols / type->columns * type->bytes, size = rows.size * rows.itemsize;
+  const int64_t count = size / row_bytes;
+  if (first_row < 0 || first_row % kBlockRows != 0 || size % row_bytes != 0 || first_row + count > shape.rows ||
+      (count % kBlockRows != 0 && first_row + count < shape.rows))
+    throw BindError{"invalid_value", "rows " + std::to_string(first_row) + " and on in " + std::to_string(size) +
+                                         " bytes are no blocks of 16 rows of a part of " + std::to_string(shape.rows)};
+  uint8_t* packed = matrix.part_data(static_cast<size_t>(part)) + first_row / kBlockRows * shape.block_bytes();
+  const auto* from = static_cast<const uint8_t*>(rows.ptr);
+  constexpr int64_t kTaskRows = 256;
+  std::atomic<int64_t> bad{-1};
+  const py::gil_scoped_release release;
+  run_ranges(count, kTaskRows, default_num_threads(), [&](int64_t first, int64_t some) {
+    const int64_t found = GgufPacker(*type, shape.cols)
+                              .pack(from + first * row_bytes, some, packed + first / kBlockRows * shape.block_bytes());
+    if (found >= 0) bad = first * (shape.cols / type->columns) + found;
+  });
+  return bad;
+}
+
+std::shared_ptr<PackedMatrix> slice(const PackedMatrix& matrix, int64_t first, int64_t count) {
+  const auto parts = static_cast<int64_t>(matrix.parts().size());
+  check_range("first + 1", first + 1, parts);
+  check_range("count", count, parts - first);
+  return std::make_shared<PackedMatrix>(matrix.slice(static_cast<size_t>(first), static_cast<size_t>(count)));
+}
+
 }  // namespace
 
 void bind_loading(py::module_& module) {
@@ -116,6 +173,29 @@ void bind_loading(py::module_& module) {
       }))
       .def("add_file", &add_file);
   module.def("load_layer", &load);
+  py::class_<PackedMatrix, std::shared_ptr<PackedMatrix>>(module, "PackedMatrix", py::buffer_protocol())
+      .def(py::init(&packed_matrix))
+      .def("fill", &fill)
+      .def("slice", &slice)
+      .def_property_readonly("rows", &PackedMatrix::rows)
+      .def_property_readonly("cols", &PackedMatrix::cols)
+      .def_property_readonly("ends",  // of the parts: the row after the last of each
+                             [](const PackedMatrix& matrix) {
+                               std::vector<int64_t> ends;
+                               for (const auto& part : matrix.parts())
+                                 ends.push_back(part.first_row + part.shape().rows);
+                               return ends;
+                             })
+      .def_property_readonly("formats",
+                             [](const PackedMatrix& matrix) {
+                               std::vector<std::string> names;
+                               for (const auto& part : matrix.parts())
+                                 names.push_back(format_name(part.shape().format));
+                               return names;
+                             })
+      .def_buffer([](PackedMatrix& matrix) {
+        return py::buffer_info(const_cast<uint8_t*>(matrix.data()), 1, "B", 1, {matrix.bytes()}, {1});
+      });
 }
 
 }  // namespace kt

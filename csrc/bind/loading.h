@@ -1,4 +1,4 @@
-// Checkpoint and load_layer of the compiled module.
+// Checkpoint, load_layer and PackedMatrix of the compiled module.
 #pragma once
 
 #include <pybind11/pybind11.h>

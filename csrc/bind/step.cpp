@@ -42,6 +42,23 @@ class Tensors {
     return view_of(named_[name.c_str()],
                    {.name = full.c_str(), .dtypes = dtypes, .shape = shape, .contiguous = true, .written = written});
   }
+  // A linear layer's matrix, also a packed one.
+  void read_weight(const std::string& name, const std::vector<int64_t>& shape, StackLinear* layer) const {
+    const py::object value = named_[name.c_str()];
+    if (!py::isinstance<PackedMatrix>(value)) {
+      layer->weight = (*this)(name, shape);
+      return;
+    }
+    layer->packed = value.cast<std::shared_ptr<PackedMatrix>>();
+    layer->weight.ndim = 2;
+    layer->weight.shape[0] = layer->packed->rows(), layer->weight.shape[1] = layer->packed->cols();
+    for (int dim = 0; dim < 2; ++dim) {
+      if (shape[static_cast<size_t>(dim)] >= 0 && layer->weight.shape[dim] != shape[static_cast<size_t>(dim)])
+        throw BindError{"invalid_value", prefix_ + name + " has shape " + shape_text(layer->weight) +
+                                             "; expected size " + std::to_string(shape[static_cast<size_t>(dim)]) +
+                                             " in dimension " + std::to_string(dim)};
+    }
+  }
   TensorView optional(const std::string& name, const std::vector<int64_t>& shape) const {
     return has(name) ? (*this)(name, shape) : TensorView{};
   }
@@ -152,7 +169,8 @@ class LayerReader {
     Latent attention;
     attention.latent_norm = tensor("latent_norm", {stack_.layers.empty() ? -1 : key_size(2) - rope});
     const int64_t size = attention.latent();
-    attention.keys = tensor("keys", {key_size(0), 1, size + rope}, true);
+    attention.top_k = tensor.value("top_k").cast<int64_t>();
+    read_latent_keys(tensor, size + rope, &attention);
     attention.key_heads = tensor("key_heads", {heads, size, -1});
     attention.value_heads = tensor("value_heads", {heads, -1, size});
     attention.query_norm = tensor.optional("query_norm", {-1});
@@ -162,13 +180,52 @@ class LayerReader {
     attention.query = linear(tensor, "query", rank > 0 ? rank : hidden, {heads * (nope + rope)});
     attention.heads_lora = pool("kv_b", size, {heads * (nope + attention.value())});
     attention.out = linear(tensor, "out", heads * attention.value(), {hidden});
+    if (tensor.has("indexer")) read_indexer(tensor.part("indexer"), &attention);
     return attention;
   }
 
+  // The pool's rows: latents and rotary keys, then perhaps index keys, which `Indexer::keys` sees.
+  void read_latent_keys(const Tensors& tensor, int64_t size, Latent* attention) const {
+    if (attention->top_k < 0 || (!stack_.layers.empty() && attention->top_k != stack_.top_keys()))
+      fail(tensor.prefix() + "top_k is " + std::to_string(attention->top_k) +
+           "; must be 0 or more, and the same in all layers");
+    const bool is_first = stack_.layers.empty();
+    if (attention->top_k > 0 && is_first && !tensor.has("indexer"))
+      fail(tensor.prefix() + "indexer is missing: the first layer with top_k has one");
+    attention->keys = tensor("keys", {key_size(0), 1, attention->top_k > 0 ? -1 : size}, true);
+    if (attention->keys.shape[2] < size)
+      fail(tensor.prefix() + "keys has rows of " + std::to_string(attention->keys.shape[2]) +
+           " elements; expected at least " + std::to_string(size));
+    attention->indexer.keys = attention->keys;
+    attention->keys.shape[2] = size;
+  }
+
+  void read_indexer(const Tensors& tensor, Latent* attention) const {
+    Indexer& indexer = attention->indexer;
+    const int64_t rope = stack_.angles.shape[1], first = attention->keys.shape[2];
+    const int64_t size = indexer.keys.shape[2] - first;
+    if (attention->top_k < 1 || attention->rank() < 1 || size < rope)
+      fail(tensor.prefix() + "query: an indexer needs top_k, compressed queries, and at least " + std::to_string(rope) +
+           " elements of each row of keys; there are " + std::to_string(size));
+    indexer.key = tensor("key", {size, stack_.hidden()});
+    indexer.weights = tensor.read("weights", {-1, stack_.hidden()}, DType::kF32);
+    indexer.query = tensor("query", {indexer.heads() * size, attention->rank()});
+    indexer.norm_weight = tensor.read("norm_weight", {size}, DType::kF32);
+    indexer.norm_bias = tensor.read("norm_bias", {size}, DType::kF32);
+    indexer.top_k = attention->top_k;
+    indexer.interleaved = tensor.flag("interleaved", false);
+    TensorView keys = indexer.keys;
+    keys.data = keys.as<char>() + first * dtype_bytes(keys.dtype);
+    keys.ndim = 2;
+    keys.shape[1] = size;
+    keys.strides[1] = 1;
+    indexer.keys = keys;
+  }
+
   GatedMlp gated_mlp(const Tensors& tensor) const {
-    const TensorView down = tensor("down", {stack_.hidden(), -1});
-    const int64_t intermediate = down.shape[1];
     GatedMlp mlp;
+    tensor.read_weight("down", {stack_.hidden(), -1}, &mlp.down);
+    const int64_t intermediate = mlp.down.weight.shape[1];
     mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {intermediate, 2 * intermediate}, "mlp_gate_up");
     mlp.down = linear(tensor, "down", intermediate, {stack_.hidden()}, "mlp_down");
     return mlp;
@@ -211,9 +268,11 @@ class LayerReader {
   StackLinear linear(const Tensors& tensor, const std::string& name, int64_t in, std::initializer_list<int64_t> ends,
                      const char* lora_name = nullptr) const {
     const int64_t out = *(ends.end() - 1);
-    return {.weight = tensor(name, {out, in}),
-            .bias = tensor.optional(name + "_bias", {out}),
-            .lora = pool(lora_name ? lora_name : name, in, ends)};
+    StackLinear layer;
+    tensor.read_weight(name, {out, in}, &layer);
+    layer.bias = tensor.optional(name + "_bias", {out});
+    layer.lora = pool(lora_name ? lora_name : name, in, ends);
+    return layer;
   }
 
   LowRankPool pool(const std::string& name, int64_t in, std::initializer_list<int64_t> ends) const {

@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "ops/dense/heads.h"
+#include "ops/router/indexer.h"
 #include "step/attention.h"
 #include "threads/pool.h"
 
@@ -74,6 +75,42 @@ void place_heads(StepWork& work, const Latent& layer, const LatentRows& rows) {
   });
 }
 
+// Writes the index keys of the new tokens to their slots. The queries with more than `top_k` visible keys choose.
+void choose_keys(StepWork& work, const Latent& layer, const TensorView& x, const LatentRows& rows) {
+  const Indexer& indexer = layer.indexer;
+  const int64_t heads = indexer.heads(), size = indexer.size();
+  const DType dtype = work.stack.dtype();
+  const TensorView queries = work.rows.matrix(RowsOf::kIndexQueries, dtype, heads * size);
+  const TensorView keys = work.rows.matrix(RowsOf::kIndexKeys, dtype, size);
+  linear(work.engine, columns_of(rows.compressed, 0, layer.rank()), indexer.query, {}, queries);
+  linear(work.engine, x, indexer.key, {}, keys);
+  IndexRows made{};
+  made.q = heads_of(queries, 0, heads, size, size);
+  made.k = keys;
+  made.norm_weight = indexer.norm_weight;
+  made.norm_bias = indexer.norm_bias;
+  made.angles = work.stack.angles;
+  made.positions = work.batch->positions;
+  made.interleaved = indexer.interleaved;
+  prepare_index_rows(work.engine, made);
+  const auto bytes = static_cast<size_t>(size * dtype_bytes(dtype));
+  for (int64_t t = 0; t < keys.shape[0]; ++t) {
+    work.refuse_unless_finite(element_of(keys, t), size, t);
+    std::memcpy(work.slot_of(indexer.keys, t), element_of(keys, t), bytes);
+  }
+  if (work.choices.empty()) return;
+  Selection selection{};
+  selection.q = made.q;
+  selection.weights = work.rows.matrix(RowsOf::kIndexWeights, DType::kF32, heads);
+  linear(work.engine, work.widened(x), indexer.weights, {}, selection.weights);
+  selection.keys = indexer.keys;
+  selection.scaling = index_scaling(heads, size);
+  selection.sequences = work.batch->sequences.data();
+  selection.num_sequences = static_cast<int64_t>(work.batch->sequences.size());
+  selection.chosen = contiguous_view(work.chosen, DType::kI32, {x.shape[0], indexer.top_k});
+  select_keys(work.engine, selection);
+}
+
 AttentionTensors tensors_between(const StepWork& work, const Latent& layer, const LatentRows& rows) {
   const int64_t heads = layer.heads(), latent = layer.latent(), key = layer.keys.shape[2];
   AttentionCall call;
@@ -96,13 +133,15 @@ void attend(StepWork& work, const Latent& layer, const TensorView& x, const Tens
   const LatentRows rows(work, layer);
   work.multiply(layer.compress, x, rows.compressed);
   make_queries(work, layer, x, rows);
+  if (layer.indexer.present()) choose_keys(work, layer, x, rows);
   place_heads(work, layer, rows);
 
   const TensorView queries = heads_of(rows.queries, 0, heads, nope, nope + rope);
   const TensorView absorbed = heads_of(rows.absorbed, 0, heads, latent, latent + rope);
   linear_heads(work.engine, queries, layer.key_heads, absorbed);
   work.adapters.add_queries(work.engine, layer.heads_lora, queries, absorbed);
-  work.attend(tensors_between(work, layer, rows));
+  layer.top_k > 0 ? work.attend_chosen(tensors_between(work, layer, rows))
+                  : work.attend(tensors_between(work, layer, rows));
 
   const TensorView attended = heads_of(rows.attended, 0, heads, latent, latent);
   const TensorView outputs = heads_of(rows.outputs, 0, heads, layer.value(), layer.value());

@@ -36,17 +36,6 @@ void run_gated(StepWork& work, const GatedMlp& mlp, const TensorView& x, const T
   work.multiply(mlp.down, gated, out);
 }
 
-// x in float32.
-TensorView widened(StepWork& work, const TensorView& x) {
-  if (x.dtype == DType::kF32) return x;
-  const TensorView wide = work.rows.matrix(RowsOf::kWide, DType::kF32, x.shape[1]);
-  for_each_row(work, [&](int64_t t) {
-    work.engine.tiles.widen(static_cast<const uint16_t*>(element_of(x, t)), x.shape[1],
-                            static_cast<float*>(element_of(wide, t)));
-  });
-  return wide;
-}
-
 // Takes the ids of a layer's experts.
 TensorView rows_of_ids(StepWork& work, const RoutedExperts& experts) {
   const TensorView& routes = work.batch->routes;
@@ -62,7 +51,7 @@ void choose(StepWork& work, const RoutedExperts& experts, const TensorView& x) {
   const TensorView weights = work.rows.matrix(RowsOf::kWeights, DType::kF32, stack.top_k);
   const DType dtype = stack.groups ? DType::kF32 : stack.dtype();
   const TensorView logits = work.rows.matrix(RowsOf::kLogits, dtype, experts.gate.shape[0]);
-  linear(work.engine, stack.groups ? widened(work, x) : x, experts.gate, experts.gate_bias, logits);
+  linear(work.engine, stack.groups ? work.widened(x) : x, experts.gate, experts.gate_bias, logits);
   if (stack.groups) {
     choose_from_groups(work.engine, *stack.groups, logits, experts.bias, weights, ids);
   } else {

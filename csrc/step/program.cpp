@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ops/attention/chunked.h"
+#include "ops/router/indexer.h"
 #include "step/attention.h"
 #include "step/mlp.h"
 #include "threads/pool.h"
@@ -56,9 +57,20 @@ void Program::prepare(const StepBatch& batch) {
       [&](const auto& attention) { return attention_tensors(work_, attention); }, stack_.layers[0].attention);
   work_.attention.prepare(attention_engine_, tensors, batch.sequences.data(),
                           static_cast<int64_t>(batch.sequences.size()));
+  prepare_choices(batch, tensors);
   work_.chunks.clear();
   if (stack_.chunk == 0 || !cut_at_chunks(batch.sequences, stack_.chunk, &work_.chunks)) return;
   work_.in_chunks.prepare(attention_engine_, tensors, work_.chunks.data(), static_cast<int64_t>(work_.chunks.size()));
+}
+
+void Program::prepare_choices(const StepBatch& batch, const AttentionTensors& tensors) {
+  work_.choices.clear();
+  const int64_t top_k = stack_.top_keys();
+  if (top_k == 0 || !needs_selection(batch.sequences, top_k)) return;
+  work_.chosen = work_.rows.reserve<int32_t>(RowsOf::kChosen, batch.ids.shape[0] * top_k);
+  cut_at_chosen(batch.sequences, work_.chosen, top_k, &work_.choices);
+  work_.among_chosen.prepare(attention_engine_, tensors, work_.choices.data(),
+                             static_cast<int64_t>(work_.choices.size()));
 }
 
 void Program::embed(const TensorView& to) const {

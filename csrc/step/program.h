@@ -37,6 +37,7 @@ class Program {
  private:
   Status check(const StepBatch& batch) const;
   void prepare(const StepBatch& batch);
+  void prepare_choices(const StepBatch& batch, const AttentionTensors& tensors);
   void embed(const TensorView& to) const;
   Status run_layers(const TensorView& out);
 

@@ -51,6 +51,10 @@ enum class RowsOf {
   kIds,
   kLowRank,
   kWeighed,
+  kIndexQueries,
+  kIndexKeys,
+  kIndexWeights,
+  kChosen,
   kCount
 };
 

@@ -15,13 +15,15 @@
 #include "ops/dense/low_rank.h"
 #include "ops/router/grouped_router.h"
 #include "weights/packed.h"
+#include "weights/packed_matrix.h"
 
 namespace kt {
 
 // Its tensors in the LoRA pool are absent where the pool does not adapt the layer.
 struct StackLinear {
-  TensorView weight;  // [out, in]
-  TensorView bias;    // [out]; may be absent
+  TensorView weight;                             // [out, in]; only its shape where the matrix is packed
+  std::shared_ptr<const PackedMatrix> packed{};  // null: it is not
+  TensorView bias;                               // [out]; may be absent
   LowRankPool lora;
 };
 
@@ -41,6 +43,22 @@ struct GroupedQuery {
   int64_t window = 0;     // keys that a query sees at most; 0: all
 };
 
+// Chooses the keys that a query of latent attention sees (ops/router/indexer.h): N heads of D elements, of which the
+// first `rope` are rotated.
+struct Indexer {
+  TensorView query;                   // [N D, rank], of the compressed queries
+  TensorView key;                     // [D, H]
+  TensorView norm_weight, norm_bias;  // [D] float32, of the keys
+  TensorView weights;                 // [N, H] float32
+  TensorView keys;                    // [S, D]: columns of the pool's rows, behind the layer's latent and rotary key
+  int64_t top_k = 0;
+  bool interleaved = false;
+
+  bool present() const { return query.present(); }
+  int64_t size() const { return key.shape[0]; }
+  int64_t heads() const { return weights.shape[0]; }
+};
+
 // Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1) in absorbed order: the halves of
 // kv_b_proj multiply queries and outputs, heads share one key and one value. Below: rank is q_lora_rank, or 0 where
 // queries are not compressed; latent kv_lora_rank; nope, rope and value qk_nope_, qk_rope_ and v_head_dim.
@@ -54,6 +72,8 @@ struct Latent {
   LowRankPool heads_lora;  // of kv_b_proj: a [L, R, latent], b [L, N (nope + value), R]
   TensorView keys;         // [S, 1, latent + rope]; values are the first `latent` columns
   StackLinear out;         // [H, N value]
+  Indexer indexer{};       // absent: a query sees all keys before it
+  int64_t top_k = 0;       // keys that a query sees; 0: all. Without an indexer it takes the choice of the layer before
 
   int64_t rank() const { return query_norm.present() ? query_norm.shape[0] : 0; }
   int64_t latent() const { return latent_norm.shape[0]; }
@@ -89,7 +109,8 @@ struct StackLayer {
   RoutedExperts routed;
 };
 
-// All tensors have one dtype, float32 or bf16. All layers have one kind of attention, of the same sizes.
+// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers have one kind of attention, of the
+// same sizes.
 struct Stack {
   int64_t heads;
   int64_t top_k;
@@ -110,6 +131,11 @@ struct Stack {
   int64_t hidden() const { return embedding.shape[1]; }
   int64_t routed_layers() const {
     return std::count_if(layers.begin(), layers.end(), [](const StackLayer& layer) { return layer.routed.present(); });
+  }
+  // Keys that a query of the layers with an indexer sees, the same in all; 0: the queries see all.
+  int64_t top_keys() const {
+    const auto* latent = std::get_if<Latent>(&layers[0].attention);
+    return latent ? latent->top_k : 0;
   }
   // Of the first layer: all layers' keys have its shape.
   const TensorView& keys() const {

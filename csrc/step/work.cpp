@@ -4,7 +4,9 @@
 #include <cstring>
 
 #include "base/scratch.h"
+#include "ops/packed/linear.h"
 #include "threads/plan.h"
+#include "threads/pool.h"
 
 namespace kt {
 
@@ -18,12 +20,19 @@ void StepWork::free_lists() {
   attention = AttentionWork();
   in_chunks = AttentionWork();
   chunks = std::vector<KvSequence>();
+  among_chosen = AttentionWork();
+  choices = std::vector<KvSequence>();
+  chosen = nullptr;
   routed = RoutedCall();
   is_refused = std::vector<uint8_t>();
 }
 
 void StepWork::multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const {
-  linear(engine, x, layer.weight, layer.bias, out);
+  if (layer.packed) {
+    linear(engine, x, *layer.packed, layer.bias, out);
+  } else {
+    linear(engine, x, layer.weight, layer.bias, out);
+  }
   adapters.add(engine, layer.lora, x, out);
 }
 
@@ -39,7 +48,14 @@ void StepWork::normalise(const TensorView& x, const TensorView& weight, const Te
 }
 
 void StepWork::attend(const AttentionTensors& tensors, bool is_chunked) {
-  const AttentionWork& work = is_chunked && !chunks.empty() ? in_chunks : attention;
+  attend_with(is_chunked && !chunks.empty() ? in_chunks : attention, tensors);
+}
+
+void StepWork::attend_chosen(const AttentionTensors& tensors) {
+  attend_with(choices.empty() ? attention : among_chosen, tensors);
+}
+
+void StepWork::attend_with(const AttentionWork& work, const AttentionTensors& tensors) {
   float* parts = rows.reserve<float>(RowsOf::kAttentionParts, work.parts_floats());
   const OperationScope scope;
   Plan plan;
@@ -63,6 +79,18 @@ void StepWork::scale_row(const TensorView& x, int64_t row, float factor, const T
     for (int64_t i = 0; i < count; ++i) wide[i] *= factor;
     engine.tiles.narrow(wide, count, static_cast<uint16_t*>(element_of(out, row, first)));
   }
+}
+
+TensorView StepWork::widened(const TensorView& x) {
+  if (x.dtype == DType::kF32) return x;
+  const TensorView wide = rows.matrix(RowsOf::kWide, DType::kF32, x.shape[1]);
+  run_ranges(x.shape[0], kTokensAtOnce, engine.num_threads, [&](int64_t first, int64_t count) {
+    for (int64_t t = first; t < first + count; ++t) {
+      engine.tiles.widen(static_cast<const uint16_t*>(element_of(x, t)), x.shape[1],
+                         static_cast<float*>(element_of(wide, t)));
+    }
+  });
+  return wide;
 }
 
 void StepWork::refuse_unless_finite(void* keys, int64_t count, int64_t token) {

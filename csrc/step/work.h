@@ -37,7 +37,10 @@ struct StepWork {
   AttentionWork attention{};         // all layers share its tasks,
   AttentionWork in_chunks{};         // and all chunked layers these
   std::vector<KvSequence> chunks{};  // the batch's sequences, cut at the ends of chunks; empty: none is longer than one
-  RoutedCall routed{};               // of a layer; its slots keep their memory
+  AttentionWork among_chosen{};      // and all layers with an indexer these
+  std::vector<KvSequence> choices{};  // the batch's sequences, cut where queries choose keys; empty: none has to choose
+  int32_t* chosen = nullptr;          // [T, top_k]: of such queries the rows of the keys that the latest indexer chose
+  RoutedCall routed{};                // of a layer; its slots keep their memory
   std::vector<uint8_t> is_refused{};  // by token of the batch
 
   // Frees what is kept, and of it all but the rows.
@@ -52,8 +55,13 @@ struct StepWork {
                  const TensorView& residual = {}) const;
   // Queries against the pool, into `tensors.out`; `is_chunked`: against the keys of their own chunks.
   void attend(const AttentionTensors& tensors, bool is_chunked = false);
+  // Against the keys that the latest indexer chose.
+  void attend_chosen(const AttentionTensors& tensors);
   // out[row] = factor * x[row] in float32, rounded once; out may be x.
   void scale_row(const TensorView& x, int64_t row, float factor, const TensorView& out) const;
+
+  // x in float32; a later call overwrites it.
+  TensorView widened(const TensorView& x);
 
   // In a batch with an adapter zeros take the place of new keys or values with NaN or Inf, and the token is refused
   // (sglang_patch/faults/finite_rows.py).
@@ -64,6 +72,9 @@ struct StepWork {
   void* slot_of(const TensorView& pool, int64_t token) const {
     return element_of(pool, integer_at(batch->slots, token));
   }
+
+ private:
+  void attend_with(const AttentionWork& work, const AttentionTensors& tensors);
 };
 
 }  // namespace kt

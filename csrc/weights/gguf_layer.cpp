@@ -1,6 +1,7 @@
 #include "weights/gguf_layer.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "base/memory.h"
@@ -23,47 +24,56 @@ std::string text_of(const std::vector<int64_t>& sizes) {
   return text + "]";
 }
 
-// A strip of rows as plain parts.
-class Strip {
- public:
-  Strip(const GgufType& type, int64_t rows, int64_t cols) : shape_{rows, cols, type.format} {
-    const Format& format = type.format;
-    const auto groups = static_cast<size_t>(rows * shape_.groups());
-    const auto supers = static_cast<size_t>(rows * shape_.supers());
-    codes_.resize(static_cast<size_t>(rows * cols));
-    if (format.scales == Scales::kHalf) scales_.resize(groups);
-    if (format.scales != Scales::kHalf) scale_bytes_.resize(groups);
-    if (format.mins) mins_.resize(groups);
-    if (format.scales == Scales::kByte) supers_.resize(supers);
-    if (format.mins) min_supers_.resize(supers);
-  }
+int64_t strip_blocks_of(int64_t row_bytes) { return std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows)); }
+int64_t row_bytes_of(const GgufType& type, int64_t cols) { return cols / type.columns * type.bytes; }
 
-  GgufParts parts() {
-    return {codes_.data(), scales_.data(), scale_bytes_.data(), mins_.data(), supers_.data(), min_supers_.data()};
-  }
-  PlainMatrix plain(int64_t rows) const {
-    return {.shape = {rows, shape_.cols, shape_.format},
-            .codes = codes_.data(),
-            .scales = at(scales_),
-            .zeros = at(mins_),
-            .scale_bytes = at(scale_bytes_),
-            .supers = at(supers_),
-            .min_supers = at(min_supers_)};
-  }
-
- private:
-  template <class T>
-  static const T* at(const std::vector<T>& values) {
-    return values.empty() ? nullptr : values.data();
-  }
-
-  PackedShape shape_;
-  std::vector<uint8_t> codes_, scale_bytes_, mins_;
-  std::vector<float> scales_;
-  std::vector<uint16_t> supers_, min_supers_;
-};
+template <class T>
+const T* at(const std::vector<T>& values) {
+  return values.empty() ? nullptr : values.data();
+}
 
 }  // namespace
+
+GgufPacker::GgufPacker(const GgufType& type, int64_t cols)
+    : type_(type), cols_(cols), strip_rows_(strip_blocks_of(row_bytes_of(type, cols)) * kBlockRows) {
+  const Format& format = type.format;
+  const PackedShape shape{strip_rows_, cols, format};
+  const auto groups = static_cast<size_t>(strip_rows_ * shape.groups());
+  const auto supers = static_cast<size_t>(strip_rows_ * shape.supers());
+  codes_.resize(static_cast<size_t>(strip_rows_ * cols));
+  if (format.scales == Scales::kHalf) scales_.resize(groups);
+  if (format.scales != Scales::kHalf) scale_bytes_.resize(groups);
+  if (format.mins) mins_.resize(groups);
+  if (format.scales == Scales::kByte) supers_.resize(supers);
+  if (format.mins) min_supers_.resize(supers);
+}
+
+int64_t GgufPacker::pack(const uint8_t* from, int64_t rows, uint8_t* packed) {
+  const int64_t row_bytes = row_bytes_of(type_, cols_);
+  const int64_t block_bytes = PackedShape{kBlockRows, cols_, type_.format}.block_bytes();
+  for (int64_t row = 0; row < rows; row += strip_rows_) {
+    const int64_t bad =
+        pack_strip(from + row * row_bytes, std::min(strip_rows_, rows - row), packed + row / kBlockRows * block_bytes);
+    if (bad >= 0) return row * (cols_ / type_.columns) + bad;
+  }
+  return -1;
+}
+
+int64_t GgufPacker::pack_strip(const uint8_t* from, int64_t rows, uint8_t* packed) {
+  const GgufParts parts{codes_.data(), scales_.data(), scale_bytes_.data(),
+                        mins_.data(),  supers_.data(), min_supers_.data()};
+  const int64_t bad = unpack_gguf(type_, from, rows * (cols_ / type_.columns), parts);
+  if (bad >= 0) return bad;
+  const PlainMatrix plain{.shape = {rows, cols_, type_.format},
+                          .codes = codes_.data(),
+                          .scales = at(scales_),
+                          .zeros = at(mins_),
+                          .scale_bytes = at(scale_bytes_),
+                          .supers = at(supers_),
+                          .min_supers = at(min_supers_)};
+  pack_blocks(plain, 0, plain.shape.blocks(), packed);
+  return -1;
+}
 
 bool GgufLayer::is_there(const Checkpoint& checkpoint, const std::string& prefix) {
   return checkpoint.contains(name_of(prefix, kGate)) || checkpoint.contains(name_of(prefix, kDown));
@@ -131,7 +141,7 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
   const PackedShape shape = into.shape_of(part);
   const ExpertLayer::Piece piece = into.piece(expert, part, node);
   const int64_t blocks_of_row = shape.cols / type.columns, row_bytes = blocks_of_row * type.bytes;
-  const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
+  const int64_t strip_blocks = strip_blocks_of(row_bytes);
   const bool bf16 = !type.format.integer();
   if (node == 0 && into.mlp().has_bias) {
     TensorPart bias = matrices.bias;
@@ -139,7 +149,8 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
     KT_RETURN_IF_ERROR(read_bias(bias, shape.rows, 1, into.bias_data(expert, part)));
   }
   AlignedBuffer raw;
-  Strip strip(type, bf16 ? 0 : strip_blocks * kBlockRows, shape.cols);
+  std::optional<GgufPacker> packer;
+  if (!bf16) packer.emplace(type, shape.cols);
   for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
     const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
     const int64_t first_row = (piece.first + block) * kBlockRows;
@@ -147,15 +158,14 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
     const int64_t stored = expert * shape.rows + first_row;  // a row of the tensor
     auto* bytes = raw.reserve<uint8_t>(rows * row_bytes);
     KT_RETURN_IF_ERROR(matrices.tensor.file->read(*matrices.tensor.entry, stored * row_bytes, rows * row_bytes, bytes));
+    uint8_t* packed = into.piece_data(expert, part, node) + block * shape.block_bytes();
     const int64_t bad = bf16 ? first_not_finite(reinterpret_cast<const uint16_t*>(bytes), rows * shape.cols)
-                             : unpack_gguf(type, bytes, rows * blocks_of_row, strip.parts());
+                             : packer->pack(bytes, rows, packed);
     if (bad >= 0)
       return bad_checkpoint(where(part) + " holds a " + (bf16 ? "weight" : "scale") +
                             " that is NaN, infinite or above 1e30 in block " +
                             std::to_string(stored * blocks_of_row + bad) + " of " + type.name);
-    PlainMatrix plain =
-        bf16 ? PlainMatrix{{rows, shape.cols, type.format}, bytes, nullptr, nullptr} : strip.plain(rows);
-    pack_blocks(plain, 0, count, into.piece_data(expert, part, node) + block * shape.block_bytes());
+    if (bf16) pack_blocks({{rows, shape.cols, type.format}, bytes, nullptr, nullptr}, 0, count, packed);
   }
   return {};
 }

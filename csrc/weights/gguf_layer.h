@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "weights/checkpoint/checkpoint.h"
@@ -13,6 +14,26 @@
 #include "weights/source.h"
 
 namespace kt {
+
+// Packs rows of blocks of a quantized type, strip by strip: a strip's codes stay in the L2 cache.
+class GgufPacker {
+ public:
+  // `cols`: whole blocks of the type, which is not BF16.
+  GgufPacker(const GgufType& type, int64_t cols);
+
+  // The blocks of 16 rows that `rows` rows begin. `from`: the rows' blocks; `packed`: the place of the first. Index of
+  // the first block of the type whose scale is NaN, infinite or beyond 1e30; -1: none.
+  int64_t pack(const uint8_t* from, int64_t rows, uint8_t* packed);
+
+ private:
+  int64_t pack_strip(const uint8_t* from, int64_t rows, uint8_t* packed);
+
+  const GgufType& type_;
+  const int64_t cols_, strip_rows_;
+  std::vector<uint8_t> codes_, scale_bytes_, mins_;
+  std::vector<float> scales_;
+  std::vector<uint16_t> supers_, min_supers_;
+};
 
 class GgufLayer {
  public:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, allocated, expected_shapes
 from kt_runtime.families import LoraModule
 
 
@@ -72,11 +72,16 @@ def _stack(module: LoraModule, parts: Mapping[int, Part], rank: int, common: flo
         if len({t.dtype for pair in pairs.values() for t in pair}) > 1
         else next(iter(pairs.values())).a.dtype
     )
-    a = torch.zeros(module.num_experts, rank, module.in_features, dtype=dtype)
-    b = torch.zeros(module.num_experts, module.out_features, rank, dtype=dtype)
-    for expert, pair in pairs.items():
-        a[expert, : pair.a.shape[0]] = pair.a
-        b[expert, :, : pair.b.shape[1]] = pair.b
+    shape_a, shape_b = expected_shapes(module, rank)
+    a, b = allocated({"a": torch.Size(shape_a), "b": torch.Size(shape_b)}, dtype).values()
+    for expert in range(module.num_experts):
+        pair = pairs.get(expert)
+        if pair is None or pair.a.shape[0] < rank:
+            a[expert].zero_()
+            b[expert].zero_()
+        if pair is not None:
+            a[expert, : pair.a.shape[0]] = pair.a
+            b[expert, :, : pair.b.shape[1]] = pair.b
     return LoraPair(a, b)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
-from kt_runtime.files import empty_buffer
+from kt_runtime.mapped import array_of, mapped
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -49,7 +49,7 @@ def confined(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> Path
     return Path(os.path.normpath(os.path.join(base, text)))
 
 
-_LARGEST_READ_BYTES = 1 << 30
+_LARGEST_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 
 
 def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
-    data, done = empty_buffer(size), 0
+    data, done = array_of(mapped(max(size, 1))).data[:size], 0
     while done < size:
         count = os.readv(descriptor, [data[done : done + _LARGEST_READ_BYTES]])
         if not count:

@@ -98,7 +98,7 @@ def read_peft_directory(
     if not tensors:
         raise AdapterError(f"{where}: has no LoRA tensors")
     fused = _fused_of(tensors, family)
-    others = {key: tensor for key, tensor in tensors.items() if key.removeprefix(PREFIX) not in fused}
+    others = {key: tensor for key, tensor in tensors.items() if _ours(key, family) not in fused}
     parts = _parts(others, settings, family, config, where)
     parts += parts_of(fused, settings.scaling_of, family, config, where)
     adapter, filled = folded_whole(parts, _one_alpha(parts, settings), family, config, max_rank, where)
@@ -106,9 +106,13 @@ def read_peft_directory(
 
 
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
-    """Those of PEFT's fused form, without prefix, where the family's files have it."""
-    names = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    """Those of PEFT's fused form, by transformers' names, where the family's files have it."""
+    names = {_ours(key, family): tensor for key, tensor in tensors.items()}
     return {key: tensor for key, tensor in names.items() if family.peft_experts == "fused" and is_fused(key)}
+
+
+def _ours(key: str, family: Family) -> str:
+    return family.our_name(key).removeprefix(PREFIX)
 
 
 def _one_alpha(parts: list[Part], settings: PeftSettings) -> float | None:
@@ -189,9 +193,9 @@ def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[s
     """PEFT's `target_parameters`: the modules that PEFT would not find by `target_modules`, without layer numbers.
 
     Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
-    where PEFT does not fuse experts: it then finds all linears by `target_modules`.
+    where PEFT has no rule that makes pairs of experts from `target_modules`: it then finds all linears by them.
     """
-    if config.get("model_type") in family.foreign_model_types or family.peft_experts == "none":
+    if config.get("model_type") in family.foreign_model_types or family.peft_experts != "pairs":
         return []
     dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
     return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})

@@ -76,6 +76,8 @@ def _peft(
     if family.peft_experts == "fused" and (single := {name for name in sizes if _EXPERT.search(name)}):
         remark = "it has the family's experts fused, and drops a pair for each; `--format peft` writes them fused"
         return Reader(program, total - sum(sizes[name] for name in single), total, remark)
+    if family.peft_experts == "fused":
+        return Reader(program, total, total)
     if family.peft_experts == "none":
         return _peft_without_experts(sizes, total, program, family, config)
     named = tuple(f".{name}" for name in settings.get("target_parameters") or ())

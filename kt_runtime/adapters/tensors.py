@@ -20,28 +20,26 @@ import ctypes
 import hashlib
 import mmap
 import os
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
+from kt_runtime.mapped import array_of, free_elsewhere, mapped
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """For work on all tensors of an adapter beside the engine, which has the machine's processors to itself otherwise."""
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
-LARGE_BYTES = 64 << 20
-"""Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends sooner than anyone notices."""
+LARGE_BYTES = 32 << 20
+"""Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends within a decode step."""
 NICENESS = 5
 """What threads that give way add to the process's: beside the engine a third of its time on a processor (sched(7))."""
 _SPARE: list[mmap.mmap] = []
@@ -177,9 +175,7 @@ def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_I
     num_bytes = _ALIGNMENT * sum(units.values())
     if not num_bytes:
         return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    memory = _spare_of(num_bytes) or mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(memory, np.uint8)
-    weakref.finalize(array, _keep, memory).atexit = False
+    array = array_of(_spare_of(num_bytes) or mapped(num_bytes), _keep)
     pieces = torch.from_numpy(array).split([_ALIGNMENT * each for each in units.values()])
     return {
         name: piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -195,25 +191,9 @@ def keep_spare() -> None:
 def free_spare() -> None:
     """Gives back what was kept, and keeps nothing from now on."""
     _KEEPS_SPARE.clear()
-    _SPARE.clear()
-
-
-def free_elsewhere(*objects: Any) -> None:
-    """Drops these references on another thread: the system takes a tenth of a second and more to free gigabytes, which
-    nobody shall wait for. The caller must keep none."""
-    _to_free().put(objects)
-
-
-@cache
-def _to_free() -> queue.SimpleQueue[Any]:
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def free() -> None:
+    with contextlib.suppress(IndexError):
         while True:
-            waiting.get()  # the result is dropped at once
-
-    threading.Thread(target=free, name="kt-free", daemon=True).start()
-    return waiting
+            free_elsewhere(_SPARE.pop())
 
 
 def _spare_of(num_bytes: int) -> mmap.mmap | None:
@@ -228,16 +208,22 @@ def _spare_of(num_bytes: int) -> mmap.mmap | None:
 def _keep(memory: mmap.mmap) -> None:
     """On any thread, at any moment: nothing here takes a lock. The oldest make room."""
     if not _KEEPS_SPARE.is_set():
+        free_elsewhere(memory)
         return
     _SPARE.append(memory)
     with contextlib.suppress(IndexError):
         while sum(map(len, list(_SPARE))) > MOST_SPARE_BYTES:
-            _SPARE.pop(0)
+            free_elsewhere(_SPARE.pop(0))
 
 
-def thread_pool(name: str) -> ThreadPoolExecutor:
-    """`NUM_THREADS` threads whose tensor operations don't start further threads."""
-    return ThreadPoolExecutor(NUM_THREADS, name, without_openmp)
+def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
+    """`NUM_THREADS` threads whose tensor operations don't start further threads, for work on `num_bytes`."""
+
+    def begin() -> None:
+        without_openmp()
+        give_way(num_bytes)
+
+    return ThreadPoolExecutor(NUM_THREADS, name, begin)
 
 
 def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

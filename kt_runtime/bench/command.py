@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kt_runtime.cli.interrupts import Interruptible
+from kt_runtime.bench.measuring import Say, measures
+from kt_runtime.bench.scale.command import scale
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from kt_runtime.wire.messages import Activations
-
-Say = Callable[[str], None]
 
 checkout_option = click.option(
     "--checkout",
@@ -27,26 +25,12 @@ checkout_option = click.option(
 )
 
 
-def measures(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that measures for long, and calls its argument `say` with each line of progress. Ctrl-C or SIGTERM ends
-    its servers and peers, and removes its temporary files."""
-
-    @functools.wraps(function)
-    def wrapped(**options: Any) -> None:
-        with Interruptible() as interruptible:
-
-            def say(line: str) -> None:
-                interruptible.check()
-                click.echo(line, err=True)
-
-            function(say=say, **options)
-
-    return wrapped
-
-
 @click.group(name="bench", help=__doc__)
 def command() -> None:
     pass
+
+
+command.add_command(scale)
 
 
 @command.command(name="experts")

@@ -33,6 +33,7 @@ COMMANDS = {
     "adapter": "Load, unload, list, show, roll back and export adapters.",
     "session": "List and close the training sessions of a server.",
     "settings": "Show and change a server's targets for latency.",
+    "status": "Show a server, and the replicas of its registry.",
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time kernels, serving and training against limits and peers.",

@@ -74,6 +74,12 @@ class ServeCommand(click.Command):
 )
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option(
+    "--registry",
+    metavar="DIR|URL",
+    help="A shared directory or s3:// URL: adapters published on one server of it become available on all"
+    " (docs/scale.md).",
+)
+@click.option(
     "--expert-isa",
     help="Instruction set of the expert kernels, without a GPU of all kernels. [default: the best there is]",
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kt_runtime import _experts
 from kt_runtime.experts import dense
-from kt_runtime.experts.native import capsule, translate
+from kt_runtime.experts.native import capsule, translate, translated_errors
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def attend(
     window: int = 0,
     out_dtype: torch.dtype | None = None,
     log_sums: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """q [T, N, D], keys [rows, K, D], values [rows, K, V] -> [T, N, V] in q's dtype or `out_dtype`, rounded once.
 
@@ -98,7 +99,7 @@ def attend(
     above 0 caps scores softly: cap * tanh(score / cap). `sinks` [N], float32: of each head a score that takes part in
     the softmax, without a value. `window` above 0: a query sees at most so many keys, its own and those before it.
     `log_sums` [T, N], float32, is an optional output: log of the sum over keys and sink of exp(score). Rows of q that
-    belong to no sequence give zeros.
+    belong to no sequence give zeros. `chosen` [T, top_k], of `select_keys`: a query sees these keys only.
 
     InvalidValueError: a shape, dtype, device or stride that is not supported, or a key outside of the pool, named with
     its value. Then nothing has been read.
@@ -122,6 +123,7 @@ def attend(
             float(logit_cap),
             None if sinks is None else capsule(sinks, "sinks"),
             window,
+            None if chosen is None else capsule(chosen, "chosen"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
@@ -138,6 +140,7 @@ def attend_backward(
     sequences: Sequences,
     scaling: float,
     window: int = 0,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend` for q [T, N, D], keys [rows, K, D] and values [rows, K, V], in their dtypes.
 
@@ -166,10 +169,59 @@ def attend_backward(
             by_q,
             by_keys,
             by_values,
+            None if chosen is None else capsule(chosen, "chosen"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
     return found[0], found[1], found[2]
+
+
+def prepare_index_rows(
+    q: Tensor, k: Tensor, norm_weight: Tensor, norm_bias: Tensor, angles: Tensor, positions: Tensor, interleaved: bool
+) -> None:
+    """Rotates an indexer's queries q [T, M, E], and norms (LayerNorm, float32 weight and bias [E]) and rotates its keys
+    k [T, E], in place (csrc/ops/router/indexer.h). `angles` [P, R]: cosines, then sines of each position, for the
+    first R elements; `positions` [T] int64."""
+    engine = dense.engine()
+    tensors = {
+        "q": q,
+        "k": k,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "angles": angles,
+        "positions": positions,
+    }
+    with translated_errors():
+        _experts.prepare_index_rows(
+            engine.isa, engine.num_threads, *(capsule(tensor, name) for name, tensor in tensors.items()), interleaved
+        )
+
+
+def select_keys(q: Tensor, weights: Tensor, keys: Tensor, sequences: Sequences, top_k: int) -> Tensor | None:
+    """The rows of the keys that an indexer chooses for each query, by position, int32 [T, top_k].
+
+    q [T, M, E] and keys [rows, E] of one dtype, weights [T, M] float32. The score of a key is the sum over the heads of
+    weight * max(<q, k>, 0); the largest are chosen, of equal ones the first. Rows of queries that see no more than
+    `top_k` keys are undefined, for they see all; None: that holds for every query. A query's choice does not depend on
+    the other queries of the call, on how a prompt is cut into calls, or on where the keys lie.
+    """
+    longest = max((prefix + queries for _, queries, prefix, _ in sequences.rows.tolist() if queries), default=0)
+    if longest <= top_k:
+        return None
+    engine = dense.engine()
+    chosen = torch.empty(len(q), top_k, dtype=torch.int32, device="cpu")
+    with translated_errors():
+        _experts.select_keys(
+            engine.isa,
+            engine.num_threads,
+            capsule(q, "q"),
+            capsule(weights, "weights"),
+            capsule(keys, "keys"),
+            capsule(sequences.rows, "sequences"),
+            None if sequences.slots is None else capsule(sequences.slots, "slots"),
+            capsule(chosen, "chosen"),
+        )
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kt_runtime import _experts
 from kt_runtime.experts.native import capsule, resolve_isa, translate
+from kt_runtime.experts.packed.weight import PackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -52,14 +53,18 @@ def is_supported(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [..., K], weight [N, K], bias [N] or None -> [..., N] in x's dtype or `out_dtype`.
 
-    Each of them is float32 or bfloat16. Sums are float32 and include the bias; the result is rounded once.
+    Each of them is float32 or bfloat16. Sums are float32 and include the bias; the result is rounded once. By a
+    `PackedWeight` float32 rows are multiplied as they are, bfloat16 rows in int8 (csrc/ops/packed/linear.h).
     InvalidValueError: a shape, dtype, device or stride that is not supported, named with its value.
     """
     rows = _rows(x)
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device="cpu")
     added = None if bias is None else capsule(bias, "bias")
     try:
-        engine().linear(capsule(rows, "x"), capsule(weight, "weight"), added, capsule(out, "out"))
+        if isinstance(weight, PackedWeight):
+            engine().linear_packed(capsule(rows, "x"), weight.native, added, capsule(out, "out"))
+        else:
+            engine().linear(capsule(rows, "x"), capsule(weight, "weight"), added, capsule(out, "out"))
     except _experts.NativeError as error:
         raise translate(error) from None
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -73,7 +78,10 @@ def linear_backward(by_out: Tensor, weight: Tensor) -> Tensor:
     rows = _rows(by_out)
     by_x = torch.empty(rows.shape[0], weight.shape[1], dtype=by_out.dtype, device="cpu")
     try:
-        engine().linear_backward(capsule(rows, "by_out"), capsule(weight, "weight"), capsule(by_x, "by_x"))
+        if isinstance(weight, PackedWeight):
+            engine().linear_packed_backward(capsule(rows, "by_out"), weight.native, capsule(by_x, "by_x"))
+        else:
+            engine().linear_backward(capsule(rows, "by_out"), capsule(weight, "weight"), capsule(by_x, "by_x"))
     except _experts.NativeError as error:
         raise translate(error) from None
     return by_x.view(*by_out.shape[:-1], weight.shape[1])

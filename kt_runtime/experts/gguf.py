@@ -1,7 +1,8 @@
 """The tensors of a GGUF model (kt_runtime/gguf_file.py): experts for the native loader, all others as plain tensors.
 
 The native loader gets open files and the offsets of the experts' tensors; it packs their blocks as they are
-(csrc/weights/gguf_layer.h). Every other tensor is dequantized with the `gguf` package, some rows at a time.
+(csrc/weights/gguf_layer.h). Matrices of linear layers may stay quantized too (`GgufTensors.packed`). Every other tensor
+is dequantized with the `gguf` package, some rows at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kt_runtime import _experts
 from kt_runtime.checkpoint_file import Entry
 from kt_runtime.errors import CheckpointError
 from kt_runtime.experts.native import translated_errors
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.files import read_at
 from kt_runtime.gguf_file import BLOCKS, GgufFile, open_gguf
 
@@ -75,9 +77,7 @@ class GgufTensors:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor as `dtype`, rounded once from float32. Raises CheckpointError for one that is missing, can't be
         read, or holds NaN or infinity."""
-        if name not in self._tensors:
-            raise CheckpointError(f"tensor {name!r} is missing in the GGUF model")
-        descriptor, file, entry = self._tensors[name]
+        descriptor, file, entry = self._found(name)
         out = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1], dtype=dtype)
         row = 0
         for values in _rows(descriptor, file.path, name, entry):
@@ -86,6 +86,50 @@ class GgufTensors:
             out[row : row + len(values)] = values
             row += len(values)
         return out.reshape(entry.shape)
+
+    def packed(self, parts: Sequence[tuple[str, int]], dtype: torch.dtype) -> PackedWeight:
+        """The matrices of these tensors below each other, with the blocks' own codes and scales.
+
+        `parts`: (name, heads); the halves of so many heads are interleaved in the file, 0: the rows are as they are.
+        `dtype`: of the activations. Raises CheckpointError for a tensor that is missing, can't be read, or has a scale
+        that is NaN, infinite or above 1e30.
+        """
+        found = [self._found(name) for name, _ in parts]
+        with translated_errors():
+            matrix = _experts.PackedMatrix(
+                [(entry.dtype, entry.shape[0]) for _, _, entry in found], found[0][2].shape[1]
+            )
+            for part, ((name, heads), (descriptor, file, entry)) in enumerate(zip(parts, found, strict=True)):
+                for first, blocks in _strips(descriptor, file.path, name, entry, heads):
+                    if matrix.fill(part, entry.dtype, first, blocks) >= 0:
+                        raise CheckpointError(
+                            f"{file.path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30"
+                        )
+        return PackedWeight(matrix, dtype)
+
+    def _found(self, name: str) -> tuple[int, GgufFile, Entry]:
+        if name not in self._tensors:
+            raise CheckpointError(f"tensor {name!r} is missing in the GGUF model")
+        return self._tensors[name]
+
+
+def _strips(descriptor: int, path: Path, name: str, entry: Entry, heads: int) -> Iterator[tuple[int, Any]]:
+    """(first row, blocks uint8 [rows, bytes of a row]) of a matrix, whole blocks of 16 rows at a time."""
+    import numpy as np
+
+    rows = entry.shape[0]
+    row_bytes = (entry.stop - entry.start) // rows
+    at_once = rows if heads else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        data = read_at(descriptor, count * row_bytes, entry.start + first * row_bytes)
+        if len(data) != count * row_bytes:
+            raise CheckpointError(f"{path}: tensor {name!r} is truncated: the file has become shorter")
+        blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
+        if heads:  # in each head the rows 0, 2, 4, ... and then 1, 3, 5, ...
+            halves = blocks.reshape(heads, -1, 2, row_bytes).transpose(0, 2, 1, 3)
+            blocks = np.ascontiguousarray(halves).reshape(rows, row_bytes)
+        yield first, blocks
 
 
 def _rows(descriptor: int, path: Path, name: str, entry: Entry) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 H hidden, I intermediate, N query heads, K key heads, D head size, E experts, S slots of the KV pool. Sizes of latent
 attention: rank is `q_lora_rank`, latent `kv_lora_rank`; nope, rope and value are `qk_nope_head_dim`, `qk_rope_head_dim`
 and `v_head_dim`. Tensors of a table are contiguous and have one dtype, float32 or bfloat16. They are read and written
-in place.
+in place. The matrix of a linear layer may be a `PackedWeight` of this dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_errors
+from kt_runtime.experts.packed.weight import PackedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,26 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Chooses the keys that a query sees (csrc/ops/router/indexer.h). M heads of E elements: `query` [M E, rank],
+    `key` [E, H]; float32: `norm_weight` and `norm_bias` [E], `weights` [M, H]."""
+
+    query: Tensor
+    key: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weights: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Latent:
     """In absorbed order. `compress` [rank + latent + rope, H]; without a `query_norm` [rank] the rank is 0.
 
     `query` [N (nope + rope), rank], or [N (nope + rope), H]; `latent_norm` [latent]; `key_heads` [N, latent, nope] and
-    `value_heads` [N, value, latent]; `keys` [S, 1, latent + rope]; `out` [H, N value].
+    `value_heads` [N, value, latent]; `keys` [S, 1, latent + rope]; `out` [H, N value]. `top_k` above 0: a query sees so
+    many keys at most, which the `indexer` chooses, or the one of an earlier layer; `keys` then has E elements more in
+    each row, for index keys.
     """
 
     compress: Tensor
@@ -66,6 +82,8 @@ class Latent:
     value_heads: Tensor
     keys: Tensor
     out: Tensor
+    indexer: Indexer | None = None
+    top_k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +280,9 @@ def _named(values: Any, where: str) -> dict[str, object]:
     named: dict[str, object] = {}
     for field in fields(values):
         value, name = getattr(values, field.name), f"{where}.{field.name}"
-        if isinstance(value, Tensor):
+        if isinstance(value, PackedWeight):
+            named[field.name] = value.native
+        elif isinstance(value, Tensor):
             named[field.name] = capsule(value, name)
         elif isinstance(value, ExpertLayer):
             named[field.name] = value.native()

@@ -139,6 +139,8 @@ class Family(ABC):
     keeps_states: bool = False
     """Whether some layers keep a state for each sequence beside keys and values: SGLang then has pages of one token,
     and no host or disk tier."""
+    chooses_keys: bool = False
+    """Whether an indexer chooses the keys that a query sees; `index_size` is then above 0."""
     unlisted_lora_targets: tuple[str, ...] = ()
     """Projections that SGLang's option `--lora-target-modules` does not know, though its LoRA layers do."""
 
@@ -172,6 +174,10 @@ class Family(ABC):
     def attending_layers(self, config: Config) -> int:
         """The number of layers that cache keys and values."""
         return integer(config, "num_hidden_layers")
+
+    def index_size(self, config: Config) -> int:
+        """Numbers that a layer caches of a token for its indexer, behind keys and values."""
+        return 0
 
     def state_numbers(self, config: Config) -> tuple[int, int]:
         """Of one sequence, in all layers: numbers of the model's dtype, and float32 numbers."""

@@ -303,6 +303,16 @@ _PACKED: Mapping[str, tuple[str, int, int, int, int]] = {
 """Type of experts → the store's format, bits of a code, columns of a group, bytes of its scale, bytes for 256 columns:
 4 where groups have minima (csrc/kernels/layout.h)."""
 EXPERT_TYPES: Collection[str] = tuple(_PACKED)
+DENSE_TYPES: Collection[str] = tuple(kind for kind in _PACKED if kind != "BF16")
+"""Types of linear layers' matrices that stay quantized."""
+
+
+def packed_tensors(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Hugging Face's name of each tensor of a linear layer that stays quantized on a CPU, and its type. `config`: the
+    content of config.json, of any checkpoint."""
+    settings = config.get("quantization_config") or {}
+    dense = settings.get("dense") if settings.get("quant_method") == "gguf" else None
+    return dense or {}
 
 
 def packed_name(kind: str) -> str:

@@ -24,7 +24,8 @@ G groups of columns that share a scale:
                         [E, out, in / 32], exponents (gpt-oss)
 
     gguf                the tensors of llama.cpp's files, which `files` names; `experts` holds the types of each
-                        layer's experts, [gate and up, down] (gguf.py). Only kt-runtime writes such a config
+                        layer's experts, [gate and up, down] (gguf.py), `dense` those of the tensors of linear layers
+                        that stay quantized, by Hugging Face's names. Only kt-runtime writes such a config
 
 Which matrices are quantized follows from the checkpoint's tensors, not from the config (`ignore`,
 `modules_to_not_convert`). Scales of activations (`input_scale`, `input_global_scale`) are read past. This module takes
@@ -324,6 +325,11 @@ def _gguf(settings: Mapping[str, Any], where: str) -> Quantization:
     for layer in experts:
         if not isinstance(layer, list) or len(layer) != 2 or not all(kind in known for kind in layer):
             raise CheckpointError(f"{where}: 'experts' holds {str(layer)[:80]}; expected two of {', '.join(known)}")
+    dense = settings.get("dense", {})
+    if not isinstance(dense, Mapping) or not all(kind in gguf.DENSE_TYPES for kind in dense.values()):
+        raise CheckpointError(
+            f"{where}: 'dense' is {str(dense)[:80]}; expected an object of {', '.join(gguf.DENSE_TYPES)} by tensor"
+        )
     return GgufQuantization("gguf", 8, 0, experts=tuple((up, down) for up, down in experts))
 
 

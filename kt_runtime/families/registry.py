@@ -5,12 +5,14 @@ from __future__ import annotations
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.families.base import Config, Family
 from kt_runtime.families.models.deepseek import DeepseekV2, DeepseekV3
+from kt_runtime.families.models.deepseek_v32 import DeepseekV32, GlmMoeDsa
 from kt_runtime.families.models.glm4_moe import Glm4Moe, Glm4MoeLite
 from kt_runtime.families.models.gpt_oss import GptOss
 from kt_runtime.families.models.llama4 import Llama4
 from kt_runtime.families.models.minimax_m2 import MinimaxM2
 from kt_runtime.families.models.mixtral import Mixtral
 from kt_runtime.families.models.olmoe import Olmoe
+from kt_runtime.families.models.qwen3_5_moe import Qwen35Moe
 from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.families.models.qwen3_next import Qwen3Next
 from kt_runtime.families.traits import nearest
@@ -19,6 +21,8 @@ FAMILIES: tuple[Family, ...] = (
     *(Qwen3Moe(), DeepseekV2(), DeepseekV3()),
     *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite(), MinimaxM2()),
     *(GptOss(), Llama4(), Qwen3Next()),
+    *(DeepseekV32(), GlmMoeDsa()),
+    Qwen35Moe(),
 )
 
 

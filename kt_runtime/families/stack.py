@@ -5,7 +5,7 @@ Tensors are named as SGLang 0.5.23 names them (`model.named_parameters()`). A bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -54,12 +54,29 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """Chooses the keys that a query sees (DeepSeek Sparse Attention, arXiv:2512.02556). `query`: wq_b, of the
+    compressed queries; `key`: wk, its norm a LayerNorm; `weights`: weights_proj. `interleaved`: its rotary embedding
+    turns adjacent elements, else those half the rotated part apart."""
+
+    query: str
+    key: str
+    norm_weight: str
+    norm_bias: str
+    weights: str
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (MLA) in absorbed order.
 
     `compress`: q_a_proj and kv_a_proj_with_mqa, fused; or, without `q_lora_rank`, kv_a_proj_with_mqa alone, and there
     is no `query_norm`. `query`: q_b_proj, or q_proj. `key_heads` and `value_heads`: what SGLang derives from kv_b_proj,
     w_kc [N, key, latent] and w_vc [N, latent, value], which are attributes of the module, not parameters.
+
+    `seen_keys`: keys that a query sees at most, those that the `indexer` chose, or without one the indexer of an
+    earlier layer; 0: all.
     """
 
     compress: str
@@ -69,6 +86,8 @@ class Latent:
     key_heads: str
     value_heads: str
     out: str
+    indexer: Indexer | None = None
+    seen_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +213,14 @@ class DecoderStack:
     layers: tuple[StackLayer, ...]
     weighs_input: bool = False
     chunk: int = 0
+
+    def linear_layers(self) -> Iterator[str]:
+        """The matrices of attention, dense MLPs and shared experts that `ops.matmul.frozen_linear` multiplies."""
+        for layer in self.layers:
+            attention = layer.attention
+            if isinstance(attention, Latent):
+                yield from (attention.compress, attention.query, attention.out)
+            else:
+                yield from (attention.qkv, attention.out)
+            if layer.mlp is not None:
+                yield from (layer.mlp.gate_up, layer.mlp.down)

@@ -9,11 +9,11 @@ from kt_runtime.families.base import GROUPS, Config, LoraModule
 from kt_runtime.families.registry import family_for
 
 ALL = "all"
-NEVER_ADAPTED = ("lm_head", "embed_tokens", "gate", "router", "sinks", "e_score_correction_bias", "in_proj_ba")
+NEVER_ADAPTED = ("lm_head", "embed_tokens", "gate", "router", "sinks", "e_score_correction_bias")
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *("in_proj_qkvz", "out_proj"),
+    *("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "out_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
 
@@ -37,7 +37,7 @@ def resolve_targets(config: Config, targets: Sequence[str]) -> list[LoraModule]:
 
 def _matching(config: Config, modules: Iterable[LoraModule], target: str) -> list[LoraModule]:
     if target in NEVER_ADAPTED:
-        raise InvalidValueError(f"LoRA target {target!r}: router, embeddings, lm_head and in_proj_ba are never adapted")
+        raise InvalidValueError(f"LoRA target {target!r}: router, embeddings and lm_head are never adapted")
     if target not in (ALL, *GROUPS, *PROJECTIONS):
         raise UnknownNameError("LoRA target", target, (ALL, *GROUPS, *PROJECTIONS))
     found = [module for module in modules if target in (ALL, module.group, module.projection)]

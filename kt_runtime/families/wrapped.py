@@ -1,4 +1,5 @@
-"""Models that read images beside text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7, Llama 4.
+"""Models that read images beside text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7, Llama 4,
+Qwen3.5 and 3.6.
 
 Their config.json has the language model's under `text_config`, and their checkpoints the language model's tensors
 behind `language_model.` (`naming.without_wrapper`) beside those of a vision tower. Only the language model is served
@@ -46,6 +47,13 @@ WRAPPERS = (
         inner="Llama4ForCausalLM",
         what="the vision tower",
         left_out=("vision_model.", "multi_modal_projector."),
+    ),
+    Wrapper(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe",
+        inner="Qwen3_5MoeForCausalLM",
+        what="the vision tower",
+        left_out=("visual.",),
     ),
 )
 

@@ -23,12 +23,13 @@ def attend_batch(
     log_sums: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     window: int = 0,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, T, N, D], k [B, L, K, D], v [B, L, K, V] -> float32 [B, T, N, V], on a CPU.
 
     Query t sees keys 0 to L - T + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap). `log_sums`
-    [B, T, N], float32, is an optional output: log of the sum over keys of exp(score). `sinks` [N] float32 and `window`
-    as in `kt_runtime.experts.attention.attend`.
+    [B, T, N], float32, is an optional output: log of the sum over keys of exp(score). `sinks` [N] float32, `window`
+    and `chosen` [B T, top_k] as in `kt_runtime.experts.attention.attend`.
     """
     batch, tokens = q.shape[:2]
     if k.shape[1] < tokens:
@@ -45,6 +46,7 @@ def attend_batch(
         window=window,
         out_dtype=torch.float32,
         log_sums=rows,
+        chosen=chosen,
     )
     return out.unflatten(0, (batch, tokens))
 
@@ -58,6 +60,7 @@ def attend_batch_backward(
     log_sums: torch.Tensor,
     scaling: float,
     window: int = 0,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attend_batch` for q, k and v, in their dtypes; grad_out [B, T, N, V].
 
@@ -67,5 +70,5 @@ def attend_batch_backward(
     sequences = attention.contiguous(batch, tokens, k.shape[1])
     grad_out, out, log_sums = (x.flatten(0, 1) for x in (grad_out, out, log_sums))
     rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-    by_q, by_k, by_v = attention.attend_backward(grad_out, *rows, out, log_sums, sequences, scaling, window)
+    by_q, by_k, by_v = attention.attend_backward(grad_out, *rows, out, log_sums, sequences, scaling, window, chosen)
     return by_q.view(q.shape), by_k.view(k.shape), by_v.view(v.shape)

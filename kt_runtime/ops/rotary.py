@@ -6,7 +6,7 @@ to the dtype of x, as in SGLang's and Hugging Face's modules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +20,16 @@ class Rotary:
 
     `angles` [P, R]: cosines, then sines of each position, in the dtype of what is rotated. `places` [B, S] int64: the
     tokens' positions. `interleaved`: pairs are adjacent elements, else elements R / 2 apart.
+
+    `kept`: what layers that share an indexer keep for one another, by layer and sequence, as long as the rotation of
+    their microbatch lives; the first of its sequences is number `first_row` of those of `kept`.
     """
 
     angles: torch.Tensor
     places: torch.Tensor
     interleaved: bool
+    kept: dict[tuple[int, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    first_row: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, N, D] -> [B, S, N, D]; of a head, the elements from R on do not change."""

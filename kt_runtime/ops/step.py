@@ -10,7 +10,7 @@ import torch
 from kt_runtime.errors import InvalidValueError, NotFoundError, suggestion
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.dense import DTYPES
-from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LoraPool, RoutedExperts, Step, StepLayer
+from kt_runtime.experts.step import GatedMlp, GroupedQuery, Indexer, Latent, LoraPool, RoutedExperts, Step, StepLayer
 from kt_runtime.families import stack as table
 from kt_runtime.ops.row_factors import temperatures
 
@@ -29,9 +29,10 @@ def build_step(
     lora: LoraPool | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
-    latents with their rotary keys [S, 1, latent + rope]. `angles` [P, D] or [P, rope]: cosines, then sines of each
-    position. `scaling`: of the queries. `vocab_size`: token ids below it are allowed; the engine may have padded the
-    embedding with more rows. `lora`: the engine's LoRA pool. The step's threads and instruction set are the experts'.
+    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them. `angles` [P, D] or
+    [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
+    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. The step's threads
+    and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
@@ -111,6 +112,18 @@ class _Tensors:
             value_heads=self[names.value_heads].mT,
             keys=keys,
             out=self[names.out],
+            indexer=None if names.indexer is None else self.indexer(names.indexer),
+            top_k=names.seen_keys,
+        )
+
+    def indexer(self, names: table.Indexer) -> Indexer:
+        return Indexer(
+            query=self[names.query],
+            key=self[names.key],
+            norm_weight=self[names.norm_weight],
+            norm_bias=self[names.norm_bias],
+            weights=self[names.weights],
+            interleaved=names.interleaved,
         )
 
     def routed(self, names: table.RoutedExperts, experts: ExpertStore) -> RoutedExperts:

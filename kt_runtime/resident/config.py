@@ -18,7 +18,8 @@ ENVIRONMENT_VARIABLE = "KT_RUNTIME_SETTINGS"
 class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: ZMQ endpoint of the names channel.
 
-    `adapter_directory`: stores published versions, for rollback and restarts. `expert_isa`, `expert_threads`: None lets
+    `adapter_directory`: stores published versions, for rollback and restarts; `stores_at_once`: before the first
+    requests for a version, since other servers wait for its files. `expert_isa`, `expert_threads`: None lets
     the expert store choose. `expert_format`: format to which the experts are quantized at load time, None: the
     checkpoint's own. `train_share`, `tpot_target_ms`, `ttft_target_ms`: as of `wire.settings.Settings`, until they are
     changed. `microbatch_tokens`: padded tokens that training sends through a
@@ -47,6 +48,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     wire_address: str
     names_address: str
     adapter_directory: str
+    stores_at_once: bool = False
     expert_isa: str | None = None
     expert_threads: int | None = None
     expert_format: str | None = None

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import torch
 
 from kt_runtime.experts import ExpertStore
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.experts.store import Each
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def hash_weights(dense: Mapping[str, torch.Tensor], experts: ExpertStore, each: 
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
+    if isinstance(tensor, PackedWeight):
+        return hashlib.sha256(tensor.content().numpy().data).digest()
     return hashlib.sha256(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 

@@ -26,7 +26,8 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
-from kt_runtime.resident.publishing.publisher import Forgotten, Prepared, Publisher
+from kt_runtime.resident.publishing.preparation import Prepared
+from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.call import CallResult
@@ -162,7 +163,7 @@ class SessionHandlers:
     def opening(request: SessionRequest) -> Slice:
         """The first slice of `slices`: the checks, or the whole request if the handler does not split it."""
         size = sum(request.lengths) if isinstance(request, Forward | ForwardBackward) else 1
-        return Slice(type(request).__name__, size, may_switch=True)
+        return Slice(type(request).__name__, size, may_switch=True, is_short=isinstance(request, Publish))
 
     def _session(self, name: str) -> Session:
         if name not in self._sessions:
@@ -170,13 +171,16 @@ class SessionHandlers:
         self._sessions[name].used_at = time.monotonic()
         return self._sessions[name]
 
-    def _on_worker(self, what: str, make: Callable[[], Any]) -> Slices:
-        """Pauses the work while a worker thread runs `make`; returns the result of `make`, or raises its error."""
+    def _on_worker(self, what: str, make: Callable[[], Any], *, is_short: bool = False) -> Slices:
+        """Pauses the work while a worker thread runs `make`; returns the result of `make`, or raises its error.
+
+        `is_short`: so is what the work does then, until its next slice.
+        """
         self._jobs_begun += 1
         key = f"session job {self._jobs_begun}"
         self._workers.begin(key, what, make)
         try:
-            yield Pause(key, Slice("result"))
+            yield Pause(key, Slice("result", is_short=is_short))
             return self._workers.take(key)
         finally:
             self._workers.give_up(key)
@@ -398,7 +402,7 @@ class SessionHandlers:
             return preparation.checked(adapter, f"session {session.name}", contents)
 
         try:
-            prepared: Prepared = yield from self._on_worker(f"adapter {request.name!r}", prepare)
+            prepared: Prepared = yield from self._on_worker(f"adapter {request.name!r}", prepare, is_short=True)
             self._publisher.publish_prepared(
                 request.name, preparation, prepared, done, session=session.id, take_over=request.take_over
             )

@@ -122,6 +122,11 @@ class Host(Protocol):
         """
         ...
 
+    def place_adapter(self, prepared: object, slot: object) -> object:
+        """`prepared`, a result of `prepare_adapter` without a slot, copied into `slot` where that is quick. On the
+        engine's thread: for small adapters."""
+        ...
+
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
         """Makes `prepared`, a result of `prepare_adapter`, servable under `lora_id`, without a copy.
 

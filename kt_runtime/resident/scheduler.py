@@ -22,6 +22,8 @@ without an estimate is the least one.
 **Several sessions** share training's time by weight: where the session may change, the next is the one that has had
 the least time for its weight. With several ranks, whose clocks differ, the changes are counted instead of the time.
 
+**Short slices** run in the turn in which they are announced, outside the budget: publishing begins and ends with one.
+
 **Pauses.** A work that waits for a worker thread (such as a file read) yields a `Pause`. Its session's works then stop,
 while other sessions continue, until `resume` is called with the pause's key.
 
@@ -65,6 +67,8 @@ class Slice(NamedTuple):
 
     `least`: a part of the slice may run in its place, of so many units of `size` or a multiple; 0: no part may. The
     part is of kind `part`. The work is sent the number of units, None for the whole slice.
+
+    `is_short`: it takes less than a millisecond, whatever its data. It needs no plan (`TrainingScheduler.run_short`).
     """
 
     kind: str
@@ -73,6 +77,7 @@ class Slice(NamedTuple):
     may_switch: bool = False
     least: int = 0
     part: str = ""
+    is_short: bool = False
 
 
 class Pause(NamedTuple):
@@ -294,6 +299,13 @@ class TrainingScheduler:
             count += 1
         return count
 
+    def run_short(self, is_serving: bool) -> None:
+        """Runs the short slices that are next in their sessions. Every turn, whatever the plan: one that waited for a
+        plan would wait for one of the engine's batches more."""
+        for name in list(self._queues):
+            while name in self._queues and self._queues[name].next_slice.is_short:
+                self._run_slice_of(name, is_serving, None)
+
     def _granted(
         self, upcoming: Slice, seconds: float, cuts: bool, at_least_one: bool, *, is_first: bool
     ) -> int | None:
@@ -330,8 +342,11 @@ class TrainingScheduler:
 
     def run_slice(self, is_serving: bool, granted: int | None = None) -> None:
         """Runs one slice of the next session, or a part of it. A work's error ends only this work."""
-        started = self._clock()
-        name, queue = next(iter(self._queues.items()))
+        self._run_slice_of(next(iter(self._queues)), is_serving, granted)
+
+    def _run_slice_of(self, name: str, is_serving: bool, granted: int | None) -> None:
+        """Another session than the next one may be in the middle of a microbatch, and stays the next one then."""
+        started, queue, is_next = self._clock(), self._queues[name], next(iter(self._queues)) == name
         work, ran = queue.works[0], queue.next_slice
         if granted is not None:
             ran = Slice(ran.part, granted)
@@ -355,8 +370,8 @@ class TrainingScheduler:
         elif finish is not None or (queue.upcoming is not None and queue.upcoming.may_switch):
             self._queues.move_to_end(name)
         else:
-            name = ""  # this session goes on
-        if name:
+            is_next = False  # this session goes on
+        if is_next:
             self._switch(name)
         try:
             if finish is not None:

@@ -58,6 +58,9 @@ WRITING_PATIENCE_SECONDS = 900.0
 MOVE_SECONDS = 0.003
 """How long a turn waits for the frontend to move a name; streams wait, too."""
 
+MOST_AHEAD = 4
+"""Requests at once whose files are read before the engine's next turn: each holds a small adapter."""
+
 CLOSING_SECONDS = 60.0
 """How long the closing server waits for files that are being written."""
 
@@ -94,7 +97,10 @@ class Resident:
 
         From the first turn on, earlier published adapters are restored.
         """
-        return cls(host, settings, WireServer(settings.wire_address))
+        server = WireServer(settings.wire_address)
+        resident = cls(host, settings, server)
+        server.on_arrival = resident.arrives
+        return resident
 
     def __init__(
         self,
@@ -125,6 +131,8 @@ class Resident:
         self._ended: deque[Ended] = deque()  # appended by other threads
         self._moved: deque[Moved] = deque()
         self._wakeup = Wakeup()
+        self._ahead: set[str] = set()  # keys of loads that are read before their requests were taken
+        self._reads_ahead = host.num_ranks == 1 and device.is_host(host.device)
         self._files: dict[str, str] = {}  # key of a writer's job -> request id
         self._unanswered: dict[str, Incoming] = {}
         self._plan = (Plan(), False)
@@ -147,6 +155,7 @@ class Resident:
             self.scheduler.submit,
             self._workers,
             self._on_moved,
+            stores_at_once=settings.stores_at_once,
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
@@ -173,6 +182,15 @@ class Resident:
         """Descriptors and ZMQ sockets that wake a sleeping engine: one of them polls readable when there is work."""
         assert self._server is not None
         return [self._server.wakeup_fd, self._wakeup.fd, *self._host.wakeups()]
+
+    def arrives(self, incoming: Incoming) -> None:
+        """On the wire server's thread, before the request can be taken: reads the file of a load ahead of the engine's
+        next turn. Not for several ranks, whose adapters only decisions prepare."""
+        request = incoming.request
+        if isinstance(request, messages.LoadAdapter) and self._reads_ahead and len(self._ahead) < MOST_AHEAD:
+            key = f"load {request.request_id}"
+            self.publisher.read_ahead(key, request.name, request.path)
+            self._ahead.add(key)
 
     def has_work(self) -> bool:
         """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn.
@@ -221,6 +239,8 @@ class Resident:
     def turn(self) -> None:
         """Every rank: runs the slices that the last `apply` planned."""
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
+        with _training_mode():
+            self.scheduler.run_short(is_serving)
         # The plan was made before this turn's requests arrived. With targets, their prefill has priority over training.
         if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
             with _training_mode():
@@ -301,8 +321,14 @@ class Resident:
             case messages.ListAdapters():
                 return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
             case messages.LoadAdapter():
+                done, key = self._answers.when_moved(request, request.name), f"load {request.request_id}"
+                ahead = key if key in self._ahead else None
+                self._ahead.discard(key)
+                self.publisher.load(request.name, request.path, done, take_over=request.take_over, ahead=ahead)
+                return None
+            case messages.FollowAdapter():
                 done = self._answers.when_moved(request, request.name)
-                self.publisher.load(request.name, request.path, done, take_over=request.take_over)
+                self.publisher.follow(request.name, request.path, request.adapter_version, request.source, done)
                 return None
             case messages.RollbackAdapter():
                 done = self._answers.when_moved(request, request.name)

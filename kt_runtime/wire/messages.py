@@ -22,12 +22,13 @@ from kt_runtime.wire.status import (
     ExpertStreaming,
     GpuExperts,
     KeptRoutes,
+    SessionInfo,
     TrainingTurns,
     UnforgottenName,
     UnstoredVersion,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
 meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
 fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the
@@ -315,6 +316,19 @@ class LoadAdapter(Request, tag="load_adapter"):
     take_over: bool = False
 
 
+class FollowAdapter(Request, tag="follow_adapter"):
+    """As `LoadAdapter`, for a version that another server published: its content must have the hash `adapter_version`.
+
+    The name's owner does not change: a session that publishes it goes on. `source`: where the version came from, for
+    users.
+    """
+
+    name: Name
+    path: PathText
+    adapter_version: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    source: Annotated[str, msgspec.Meta(max_length=8192)] = ""
+
+
 class RollbackAdapter(Request, tag="rollback_adapter"):
     """Moves adapter `name` back to `adapter_version` (a content hash or its prefix); None: the previous version."""
 
@@ -372,6 +386,7 @@ AnyRequest = (
     | Publish
     | CloseSession
     | LoadAdapter
+    | FollowAdapter
     | RollbackAdapter
     | ListAdapters
     | ForgetAdapter
@@ -395,24 +410,6 @@ class ErrorReply(Reply, tag="error"):
     category: Literal["user", "server"]
     kind: str
     message: str
-
-
-class SessionInfo(msgspec.Struct, kw_only=True):
-    """`publishes`: names of the adapters that this session owns. `num_bytes`: the memory that counts against
-    --session-memory. `idle_s`, `age_s`: seconds since the session's latest request began, and since the session was
-    opened. `num_requests`: the session's requests that run or wait."""
-
-    session: str
-    rank: int
-    alpha: float
-    step: int
-    modules: list[str]
-    num_parameters: int
-    num_bytes: int = 0
-    idle_s: float = 0.0
-    age_s: float = 0.0
-    num_requests: int = 0
-    publishes: list[str] = msgspec.field(default_factory=list)
 
 
 STEP_RUNNING = "running"

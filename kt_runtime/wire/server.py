@@ -90,6 +90,8 @@ class WireServer:
         self._pending: deque[Incoming] = deque()
         self._outbox: deque[tuple[Incoming, list[bytes]]] = deque()
         self._faults_logged: set[str] = set()
+        self.on_arrival: Callable[[Incoming], None] | None = None
+        """Called on the I/O thread for each request, before `take` returns it. Must not block."""
         self._closing = False
         self._linger_s = self._ends_s = 0.0  # duration and deadline of `close` waiting for peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -276,8 +278,18 @@ class WireServer:
         if isinstance(decision, list):
             self._send(identity, decision)
         elif decision is Admission.NEW:
-            self._pending.append(Incoming(request, arrays, identity, request.request_id))
+            incoming = Incoming(request, arrays, identity, request.request_id)
+            self._announce(incoming)
+            self._pending.append(incoming)
             os.eventfd_write(self._arrived, 1)
+
+    def _announce(self, incoming: Incoming) -> None:
+        if self.on_arrival is None:
+            return
+        try:
+            self.on_arrival(incoming)
+        except Exception:  # the request must reach its handler, whatever becomes of what it could do ahead
+            logger.exception("wire server: unexpected error on the arrival of %s", incoming.request_id)
 
     def _book_of(self, request: Request) -> AnswerBook:
         return self._read_only_book if isinstance(request, (GetStatus, ListAdapters)) else self._book

@@ -7,6 +7,24 @@ import msgspec
 from kt_runtime.wire.settings import Settings
 
 
+class SessionInfo(msgspec.Struct, kw_only=True):
+    """`publishes`: names of the adapters that this session owns. `num_bytes`: the memory that counts against
+    --session-memory. `idle_s`, `age_s`: seconds since the session's latest request began, and since the session was
+    opened. `num_requests`: the session's requests that run or wait."""
+
+    session: str
+    rank: int
+    alpha: float
+    step: int
+    modules: list[str]
+    num_parameters: int
+    num_bytes: int = 0
+    idle_s: float = 0.0
+    age_s: float = 0.0
+    num_requests: int = 0
+    publishes: list[str] = msgspec.field(default_factory=list)
+
+
 class CacheTier(msgspec.Struct, kw_only=True):
     """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
 

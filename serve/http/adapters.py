@@ -42,6 +42,8 @@ class Adapters:
     ) -> None:
         self._resident, self._names, self._num_requests = resident, names, num_requests
         self._adapter_directory = adapter_directory
+        self.registry: Callable[[], dict[str, Any]] | None = None
+        """This server as a replica of a registry: its report (`serve/registry/report.py`)."""
 
     async def status(self, verify_weights: bool = False) -> dict[str, Any]:
         """`verify_weights`: hash the model's weights again, which takes as long as reading them.
@@ -58,6 +60,7 @@ class Adapters:
             "requests_in_flight": self._num_requests(),
             "adapters": self._names.registry.names(),
             "draining": self._names.draining,
+            "registry": None if self.registry is None else self.registry(),
         }
 
     async def list_all(self) -> list[dict[str, Any]]:
@@ -86,6 +89,15 @@ class Adapters:
         self._names.check_name(name)
         return await self._change(
             messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
+        )
+
+    async def follow(self, name: str, path: str, version: str, source: str) -> dict[str, Any]:
+        """As `load`, for a version of another server with the content hash `version`. The name's owner stays."""
+        self._names.check_name(name)
+        return await self._change(
+            messages.FollowAdapter(
+                request_id=_new_id(), name=adapter_name(name), path=path, adapter_version=version, source=source
+            )
         )
 
     async def rollback(self, name: str, version: str | None) -> dict[str, Any]:

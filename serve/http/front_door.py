@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class FrontDoor:
     """`context_tokens`: the longest sequence; it determines the body limit. `own_key`: of the server's trainers.
 
-    `stalled()`: why the engine can't answer; empty while it works.
+    `stalled()`: why the engine can't answer; empty while it works. `catching_up()`: whether adapters of the registry
+    are still on their way.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FrontDoor:
         self.models = ServedModels(model_name, any_name=options.any_model_name)
         self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
         self.stalled: Callable[[], str] = lambda: ""
+        self.catching_up: Callable[[], bool] = lambda: False
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
@@ -70,7 +72,7 @@ class FrontDoor:
         responses = ResponsesThere(lambda: has_responses(app))
         checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check, responses.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
-        app.add_middleware(SharedHealth, stalled=lambda: self.stalled())
+        app.add_middleware(SharedHealth, stalled=lambda: self.stalled(), catching_up=lambda: self.catching_up())
         if self.policy.origins.allowed:
             app.add_middleware(
                 CORSMiddleware,

@@ -26,7 +26,7 @@ JUMP_SECONDS = 0.5  # of the wall clock beside the monotonic one; adjusting it (
 class SharedHealth:
     """ASGI middleware. An answer other than 200 is shared by the requests that wait for it, and is not reused.
 
-    `stalled()`: why the engine can't answer; empty while it works.
+    `stalled()`: why the engine can't answer; empty while it works. `catching_up()`: `/ready` alone answers 503.
     """
 
     def __init__(
@@ -35,16 +35,18 @@ class SharedHealth:
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
         stalled: Callable[[], str] = lambda: "",
+        catching_up: Callable[[], bool] = lambda: False,
         wall: Callable[[], float] = lambda: time.time(),
     ) -> None:
         self._app, self._seconds, self._clock, self._stalled = app, seconds, clock, stalled
+        self._catching_up = catching_up
         self._wall, self._asked_at_offset = wall, 0.0
         self._good_until = float("-inf")
         self._asking: asyncio.Task[int] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
-        red = path in (PATH, READY) and bool(self._stalled())
+        red = path in (PATH, READY) and (bool(self._stalled()) or (path == READY and self._catching_up()))
         if not red and (path != PATH or scope["method"] != "GET"):
             await self._app(scope, receive, send)
             return

@@ -51,6 +51,14 @@ class Registry(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """Is told what the names mean, in the event loop; must return at once."""
+
+    def moved(self, name: str, version: str) -> None: ...
+
+    def removed(self, name: str) -> None: ...
+
+
 class NamesServer:
     """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is retried until it works.
 
@@ -65,6 +73,7 @@ class NamesServer:
         reserved: Collection[str] = (),
     ) -> None:
         self.address, self.registry, self.reserved = address, registry, reserved
+        self.watcher: Watcher | None = None
         self._drop = drop
         self._draining: dict[str, asyncio.Task[None]] = {}
         self._dropping: set[str] = set()
@@ -105,12 +114,16 @@ class NamesServer:
         logger.info("adapter %s is version %s now (%s)", move.name, move.adapter_version[:16], move.lora_id)
         if former is not None and former != move.lora_id:
             self._drain(former)
+        if self.watcher is not None:
+            self.watcher.moved(move.name, move.adapter_version)
 
     def remove(self, name: str) -> str | None:
         """Removes `name` at once; returns its `lora_id`. The copy is dropped after the requests that use it."""
         former = self.registry.remove(name)
         if former is not None:
             self._drain(former)
+            if self.watcher is not None:
+                self.watcher.removed(name)
         return former
 
     @property

@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(Access.READ, "/get_hicache_l3_cache_layout /hicache/storage-backend", "GET"),
     *_rules(Access.READ, "/v1/models /v1/models/{model:path} /is_scaling_elastic_ep", "GET"),
     *_rules(Access.READ, "/v1/loads", "GET", query=control.LoadsQuery),
-    *_rules(Access.READ, "/kt/status /kt/settings /kt/adapters /kt/adapters/{name}", "GET"),
+    *_rules(Access.READ, "/kt/status /kt/settings /kt/registry /kt/adapters /kt/adapters/{name}", "GET"),
     *_asking(generate.Generate, "/generate", "POST PUT"),
     *_asking(generate.VertexGenerate, "/vertex_generate"),
     *_asking(completions.TextCompletion, "/v1/completions"),

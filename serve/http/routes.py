@@ -96,6 +96,21 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     return router
 
 
+def registry_routes(adapters: Adapters) -> APIRouter:
+    router = APIRouter(prefix="/kt/registry", tags=["kt-runtime"])
+
+    @router.get("")
+    async def show() -> JSONResponse:
+        async def shown() -> dict[str, Any]:
+            if adapters.registry is None:
+                raise ConflictError("this server has no registry; start it with --registry DIR|URL")
+            return adapters.registry()
+
+        return await _answer(shown)
+
+    return router
+
+
 def settings_routes(settings: RunningSettings) -> APIRouter:
     router = APIRouter(prefix="/kt/settings", tags=["kt-runtime"])
 

@@ -3,7 +3,8 @@
 The need is computed from config.json alone, before anything is loaded. Attention and dense weights have the server's
 dtype, even if the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized
 to. The sizes of SGLang's pools follow SGLang 0.5.23: latent attention caches kv_lora_rank + qk_rope_head_dim numbers
-per token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. Estimates are labelled as such.
+per token and layer, with an indexer index_head_dim more; grouped-query attention 2 * num_key_value_heads * head_dim.
+Estimates are labelled as such.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.families import gguf
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
 from kt_runtime.families.quantization import (
     BF16,
@@ -126,7 +128,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     """Raises what `family_for` raises, and InvalidValueError for a target that the family can't adapt."""
     device = shape.device
     counts = count_parameters(config)
-    dense_bytes = counts.dense * shape.activation_bytes
+    dense_bytes = counts.dense * shape.activation_bytes + (_saved_bytes(config, shape) if device == "cpu" else 0)
     stored, held = expert_formats(config, shape.expert_format)
     num_moe_layers = len(family_for(config).moe_layers(config))
     # SGLang's pools allocate one page more than their capacity.
@@ -153,6 +155,18 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         ),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
+
+
+def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """What linear layers that stay quantized take more than dequantized ones: below 0."""
+    kinds = gguf.packed_tensors(config)
+    if not kinds:
+        return 0
+    sizes = {source.name: source.shape for source in family_for(config).twin_sources(config) if source.name in kinds}
+    return sum(
+        gguf.packed_bytes(kinds[name], rows, cols) - rows * cols * shape.activation_bytes
+        for name, (rows, cols) in sizes.items()
+    )
 
 
 def _slots_need(device: Device, all_slots: int, budget: int | None) -> MemoryNeed:
@@ -234,7 +248,8 @@ def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
 def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
     layers = family_for(config).attending_layers(config)
     if config.get("kv_lora_rank"):
-        return layers * (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim"))
+        of_latent = integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim")
+        return layers * (of_latent + family_for(config).index_size(config))
     if config.get("head_dim"):
         head_dim = integer(config, "head_dim")
     else:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
         "files": listed,
         "versions": [f"{stat.st_size} bytes, {stat.st_mtime_ns}" for stat in stats],
         "experts": [list(pair) for pair in experts],
+        "dense": _kept_dense(config, types),
     }
     return config
 
@@ -103,6 +105,26 @@ def _check_dense(
                 raise CheckpointError(
                     f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
                 )
+
+
+def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, str]:
+    """The tensors of linear layers that stay quantized (`families.gguf.packed_tensors`): of layers of the native step's
+    table, and of the head, whose tensors all have a type that the kernels multiply."""
+    family = family_for(config)
+    stack = family.decoder_stack(config)
+    if stack is None:
+        return {}
+    layers = {*stack.linear_layers(), "lm_head.weight"}
+    of_layer: dict[str, list[str]] = defaultdict(list)
+    for source in family.twin_sources(config):
+        if source.source in layers and not (source.name == "lm_head.weight" and config.get("tie_word_embeddings")):
+            of_layer[source.source].append(source.name)
+    kept: dict[str, str] = {}
+    for names in of_layer.values():
+        found = {name: types[gguf.gguf_name(name)] for name in names}
+        if all(kind in gguf.DENSE_TYPES for kind in found.values()):
+            kept |= found
+    return kept
 
 
 def _kv_b_shapes(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

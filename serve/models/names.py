@@ -28,10 +28,13 @@ class Served:
 # The first match applies.
 SERVED = (
     Served(r"deepseek-(v3|v3-0324|v3-base|v3\.1(-base|-terminus)?|r1|r1-0528|r1-zero)", "deepseek-ai", "DeepSeek-V3"),
+    Served(r"deepseek-v3\.2(-exp(-base)?|-speciale)?", "deepseek-ai", "DeepSeek-V3.2"),
     Served(r"deepseek-(coder-)?v2(\.5)?(-.*)?", "deepseek-ai", "DeepSeek-V2-Lite"),
     Served(r"glm-4\.5-air(-base)?", "zai-org", "GLM-4.5-Air"),
     Served(r"glm-4\.7-flash", "zai-org", "GLM-4.7-Flash"),
     Served(r"glm-4\.[567](-base)?", "zai-org", "GLM-4.5"),
+    Served(r"glm-5(\.1)?", "zai-org", "GLM-5"),
+    Served(r"glm-5\.2", "zai-org", "GLM-5.2"),
     Served(r"gpt-oss-120b", "openai", "gpt-oss-120b"),
     Served(r"gpt-oss-20b", "openai", "gpt-oss-20b"),
     Served(r"kimi-k2\.[567](-code)?", "moonshotai", "Kimi-K2.5"),
@@ -42,18 +45,20 @@ SERVED = (
     Served(r"minimax-m2(\.[157])?", "MiniMaxAI", "MiniMax-M2"),
     Served(r"mixtral-8x(7|22)b(-instruct)?-v0\.1", "mistralai", "Mixtral-8x7B"),
     Served(r"olmoe-1b-7b-.*", "allenai", "OLMoE-1B-7B"),
+    Served(r"qwen3\.[56]-35b-a3b(-base)?", "Qwen", "Qwen3.5-35B-A3B"),
+    Served(r"qwen3\.[56]-122b-a10b(-base)?", "Qwen", "Qwen3.5-122B-A10B"),
+    Served(r"qwen3\.[56]-397b-a17b(-base)?", "Qwen", "Qwen3.5-397B-A17B"),
     Served(r"qwen3-(next-80b-a3b.*|coder-next.*)", "Qwen", "Qwen3-Next-80B-A3B"),
     Served(r"qwen3-(coder-)?\d+b-a\d+b(-.*)?", "Qwen", "Qwen3-30B-A3B"),
 )
 
 # (pattern, its architecture)
 NOT_SERVED = (
-    (r"deepseek-v3\.2.*", "DeepseekV32ForCausalLM"),
     (r"deepseek-v4.*", "DeepseekV4ForCausalLM"),
     (r"deepseek-r1-distill-.*", "a dense model"),
     (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),
     (r"minimax-m3.*", "MiniMaxM3SparseForConditionalGeneration"),
-    (r"qwen3\.[56]-.*a\d+b.*", "Qwen3_5MoeForConditionalGeneration"),
+    (r"qwen3\.[56]-\d+(\.\d+)?b(-base)?", "a dense model"),
     (r"qwen3-vl.*", "Qwen3VLMoeForConditionalGeneration"),
     (r"qwen(1\.5|2)-.*a\d+(\.\d+)?b.*", "Qwen2MoeForCausalLM"),
     (r"qwen3-(0\.6|1\.7|4|8|14|32)b.*|qwen2(\.5)?-\d.*|llama-[23].*|mistral-.*|gemma.*|phi-[34].*", "a dense model"),

@@ -61,6 +61,7 @@ class ServeOptions:
     `lora_slots`: adapter versions in one batch; the base takes one slot. `lora_memory_bytes`: of adapters in slots, or
     None: any that the slots need (`serve.memory.server.with_lora_slots`).
     `adapter_dir`: None: this model's directory in the user's data directory.
+    `registry`: a directory or URL, of the adapters that several servers share (`serve.registry`); None: none.
     `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
@@ -112,6 +113,7 @@ class ServeOptions:
     lora_slots: int = 8
     lora_memory_bytes: int | None = None
     adapter_dir: Path | None = None
+    registry: str | None = None
     expert_isa: str | None = None
     expert_threads: int | None = None
     expert_format: str | None = None

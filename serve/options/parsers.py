@@ -49,7 +49,7 @@ def from_template(config: Mapping[str, Any], template: str) -> Parsers:
     family = family_for(config).name
     if family == "qwen3_moe":
         return Parsers(_qwen_tools(template), _qwen_reasoning(template))
-    if family in ("glm4_moe", "glm4_moe_lite"):
+    if family in ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"):
         return Parsers("glm45" if "<arg_key>" in template else None, "glm45" if "<think>" in template else None)
     if family == "minimax_m2":
         has_tools, thinks = "<minimax:tool_call>" in template, "<think>" in template

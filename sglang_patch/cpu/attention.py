@@ -13,7 +13,8 @@ A cache in fp8 (`--kv-cache-dtype fp8_e4m3`) is copied in the model's dtype, as 
 A sliding window hides a layer's older keys, which stay in the pool: the pool is one for all layers, as SGLang has it
 with `--disable-hybrid-swa-memory` (`arguments.py`). Sinks (gpt-oss) take part in the softmax. Layers with `use_irope`
 (Llama 4) attend within chunks of `attention_chunk_size` positions (`kt_runtime.experts.attention.in_chunks`); SGLang
-has no such backend for CPUs.
+has no such backend for CPUs. `topk_indices` (DeepSeek-V3.2) are the keys that an indexer chose for each query
+(`models/sparse_attention.py`).
 
 Not supported: cross attention and bidirectional attention. No served model family has them.
 """
@@ -139,6 +140,7 @@ def _backend_class() -> type:
             forward_batch: Any,
             save_kv_cache: bool = True,
             sinks: torch.Tensor | None = None,
+            topk_indices: torch.Tensor | None = None,
         ) -> torch.Tensor:
             keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
             heads, sequences = layer.tp_q_head_num, self._sequences(layer)
@@ -147,7 +149,8 @@ def _backend_class() -> type:
             queries = q.reshape(-1, heads, layer.qk_head_dim)
             sinks = None if sinks is None else sinks.detach().float()
             window = window_of(layer)
-            out = attend(queries, keys, values, sequences, layer.scaling, layer.logit_cap, sinks=sinks, window=window)
+            scaling, cap, chosen = layer.scaling, layer.logit_cap, topk_indices
+            out = attend(queries, keys, values, sequences, scaling, cap, sinks=sinks, window=window, chosen=chosen)
             return out.view(-1, heads * layer.v_head_dim)
 
         forward_decode = forward_extend

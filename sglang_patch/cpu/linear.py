@@ -6,7 +6,8 @@ logits. Reason: PyTorch's products sum in an order that depends on the number of
 alone then gets other numbers than in a prefill or in training, and in bf16 sometimes other experts. The training twin
 calls the same function (`kt_runtime.experts.dense`).
 
-SGLang keeps layers whose weights it has packed for AMX, and the head in float32 (`--enable-fp32-lm-head`).
+SGLang keeps layers whose weights it has packed for AMX, and the head in float32 (`--enable-fp32-lm-head`). A head that
+stays quantized (`packed.py`) is kt-runtime's in either case.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from kt_runtime.experts import dense
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
@@ -44,6 +46,9 @@ def compute_logits(
     original: Any, processor: Any, hidden: torch.Tensor, head: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """hidden [T, H] -> logits [T, V] in the head's dtype; SGLang converts them to float32 afterwards."""
+    if isinstance(getattr(head, "weight", None), PackedWeight):
+        wanted = torch.float32 if processor.use_fp32_lm_head else head.weight.dtype
+        return dense.linear(hidden.to(wanted), head.weight)
     if _is_plain(processor, head):
         rounded = hidden.to(head.weight.dtype)
         if dense.is_supported(rounded, head.weight):

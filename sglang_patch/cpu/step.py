@@ -314,7 +314,7 @@ def _why_not_pool(runner: Any) -> str:
     if type(pool) is MHATokenToKVPool:
         is_plain = pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
     else:
-        is_plain = type(pool) is MLATokenToKVPool and not pool.use_dsa
+        is_plain = (type(pool) is MLATokenToKVPool or hasattr(pool, "index_keys")) and not pool.use_dsa
     if is_plain and pool.store_dtype == runner.dtype:
         return ""
     return f"the KV pool is a {type(pool).__name__} of {pool.dtype}, the model {runner.dtype}"

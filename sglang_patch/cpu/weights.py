@@ -10,7 +10,8 @@ models that read images (`families/wrapped.py`). The log says so.
 For a GGUF model SGLang finds an empty safetensors file, in whose place these tensors are read from the model's files
 (`serve/models/gguf_model.py`).
 
-Quantized matrices are dequantized one by one while loading. `arguments.py` tells SGLang that the checkpoint is not
+Quantized matrices are dequantized one by one while loading, but for those of a GGUF model that `packed.py` keeps.
+`arguments.py` tells SGLang that the checkpoint is not
 quantized, so SGLang creates plain linear layers. The training twin and LoRA share these layers. Plain layers also need
 no quantized kernels, which SGLang's wheel does not have for CPUs.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.resident import progress
+from kt_runtime.sglang_patch.cpu import packed
 from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -90,18 +92,19 @@ def dense_tensors(
 
 
 def gguf_tensors(
-    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype
+    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype, kept: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
-    The router's correction bias stays float32, and a tied head is left out.
+    `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. The router's
+    correction bias stays float32, and a tied head is left out.
     """
     family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
     with GgufTensors(files) as tensors:
         for source in family.twin_sources(config):
             name = source.name
-            if is_tied and name == "lm_head.weight":
+            if name in kept or (is_tied and name == "lm_head.weight"):
                 continue
             if name.endswith(gguf.KV_B) and gguf.gguf_name(name) not in tensors:
                 yield family.stored_name(name), _joined_kv_b(tensors, name, dtype)
@@ -132,5 +135,5 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     # SGLang's own config has no quantization, because of `arguments.NOT_QUANTIZED`.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
     if files := gguf_files(content.get("quantization_config")):
-        return gguf_tensors(files, content, config.dtype)
+        return gguf_tensors(files, content, config.dtype, packed.names(content))
     return dense_tensors(hf_weights_files, config.dtype, content)

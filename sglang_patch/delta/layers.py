@@ -2,11 +2,13 @@
 
 Symbols (SGLang 0.5.23), where no CUDA kernel runs:
 
-- `models.qwen3_next.Qwen3GatedDeltaNet.__init__`: it asks PyTorch for the module of its device, which is CUDA's
-  wherever PyTorch was built with CUDA.
-- `models.qwen3_next.Qwen3GatedDeltaNet.forward`: SGLang's gated norm is a Triton kernel.
-- `models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention`: PyTorch's sigmoid differs in the last bit between
-  whole vectors and what is behind them, which depends on the size of the batch.
+- `models.qwen3_next.Qwen3GatedDeltaNet.__init__`, `models.qwen3_5.Qwen3_5GatedDeltaNet.__init__`: the first asks
+  PyTorch for the module of its device, which is CUDA's wherever PyTorch was built with CUDA. Both get the rows of
+  transformers' linears.
+- `.forward` of both: SGLang's gated norm is a Triton kernel, and so is what orders Qwen3.5's inputs.
+- `models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention`,
+  `models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention`: PyTorch's sigmoid differs in the last bit between whole
+  vectors and what is behind them, which depends on the size of the batch.
 - `models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward`: the gate of the shared expert is a Triton kernel.
 - `layers.layernorm.GemmaRMSNorm.forward_native`: the norms whose weight is an offset from one. PyTorch's mean has an
   order of its own.
@@ -32,11 +34,14 @@ SYMBOLS = (
     "sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention",
     "sglang.srt.models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward",
     "sglang.srt.layers.layernorm.GemmaRMSNorm.forward_native",
+    "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.__init__",
+    "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.forward",
+    "sglang.srt.models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention",
     "sglang.srt.layers.radix_linear_attention.RadixLinearAttention",
 )
 
-ONE_MATRIX = "kt_is_one_matrix"
-"""Of a merged linear that is one matrix in transformers (`delta.lora`)."""
+PARTS = "kt_parts"
+"""Of a merged linear of SGLang's: the rows of each of transformers' linears in it (`delta.lora`)."""
 
 
 def install(hooks: Hooks) -> None:
@@ -46,13 +51,25 @@ def install(hooks: Hooks) -> None:
         hooks.replace(SYMBOLS[2], gated_attention)
         hooks.around(SYMBOLS[3], experts_block)
         hooks.around(SYMBOLS[4], offset_norm)
+        hooks.around(SYMBOLS[5], built_with_parts)
+        hooks.replace(SYMBOLS[6], delta_net)
+        hooks.replace(SYMBOLS[7], gated_attention)
 
 
 def built_on_cpu(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     with mock.patch.object(torch, "get_device_module", lambda *_: torch.cpu):
         original(layer, *args, **kwargs)
     layer.norm.to(torch.get_default_dtype())  # SGLang takes the checkpoint's dtype, which `--dtype` may differ from
-    setattr(layer.in_proj_qkvz, ONE_MATRIX, True)
+    for linear in (layer.in_proj_qkvz, layer.in_proj_ba):
+        setattr(linear, PARTS, (sum(linear.output_partition_sizes),))
+
+
+def built_with_parts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    with mock.patch.object(torch, "get_device_module", lambda *_: torch.cpu):
+        original(layer, *args, **kwargs)
+    layer.norm.to(torch.get_default_dtype())
+    setattr(layer.in_proj_qkvz, PARTS, (2 * layer.key_dim + layer.value_dim, layer.value_dim))
+    setattr(layer.in_proj_ba, PARTS, (layer.num_v_heads, layer.num_v_heads))
 
 
 def weights_of(layer: Any) -> DeltaWeights:
@@ -79,7 +96,7 @@ def gated_attention(
     """[T, H] -> [T, H]."""
     q, k, v, gate = layer.forward_prepare_native(positions=positions, hidden_states=hidden_states)
     out = layer.attn(q, k, v, forward_batch)
-    result: torch.Tensor = layer.o_proj(sigmoid_and_multiply(gate, out))[0]
+    result: torch.Tensor = layer.o_proj(sigmoid_and_multiply(gate.reshape(out.shape), out))[0]
     return result
 
 

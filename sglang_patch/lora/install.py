@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
-from kt_runtime.adapters.tensors import free_elsewhere
 from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import family_for
+from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.memory import check_available
 from kt_runtime.sglang_patch.cache import keys as cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks

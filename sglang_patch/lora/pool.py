@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kt_runtime.mapped import give_pages_back, mapped
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
 
@@ -136,15 +137,8 @@ def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
         for buffer in buffers:
             memory = getattr(pool, "kt_mapped", {}).get(buffer.data_ptr())
             if memory is not None:
-                parts.append(partial(_release, memory, slot * buffer[0].nbytes, (slot + 1) * buffer[0].nbytes))
+                parts.append(partial(give_pages_back, memory, slot * buffer[0].nbytes, (slot + 1) * buffer[0].nbytes))
     return parts
-
-
-def _release(memory: mmap.mmap, begin: int, end: int) -> None:
-    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last:
-        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _written(pool: Any) -> dict[int, int]:
@@ -181,7 +175,7 @@ class MappedZeros(TorchFunctionMode):
         if len(shape) not in (3, 4) or set(given) != {"dtype", "device"} or not torch.Size(shape).numel():
             return func(*args, **given)
         num_bytes = torch.Size(shape).numel() * given["dtype"].itemsize
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mapped(num_bytes)
         tensor = torch.from_numpy(np.frombuffer(memory, np.uint8)).view(given["dtype"]).view(shape)
         self.memory[tensor.data_ptr()] = memory
         return tensor

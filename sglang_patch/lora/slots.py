@@ -45,7 +45,7 @@ SYMBOLS = (
 
 class ReservedSlot:
     """One slot of `pool`. The engine's thread calls every method except `fill` or `release`, which one worker thread
-    calls once.
+    calls once, if the engine's thread does not call `fill_at_once`.
 
     `is_awaited`: a request waits for it, so it is the last to be given back.
     """
@@ -68,6 +68,16 @@ class ReservedSlot:
         note_written(self._pool, self.index, adapter)
         on_threads(self._copy, copies_into(self._pool, self.index, adapter))
         self._is_filled = True
+
+    def fill_at_once(self, adapter: InstalledAdapter) -> bool:
+        """As `fill`, on the calling thread. False: the slot must give pages back before, and is not filled."""
+        if written_bytes(self._pool, self.index) > slot_bytes(self._pool, adapter) + RELEASED_BYTES:
+            return False
+        note_written(self._pool, self.index, adapter)
+        for copy in copies_into(self._pool, self.index, adapter):
+            self._copy(copy)
+        self._is_filled = True
+        return True
 
     def release(self) -> None:
         """Gives the slot's pages back; stops if the slot is given back meanwhile."""

@@ -57,9 +57,24 @@ def hugging_face_in_float64() -> Iterator[None]:
 
     Their own form, in chunks and float32, has an error of 1e-5 by itself: the inverse of a triangular matrix.
     """
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    with mock.patch.object(qwen3_next, "torch_chunk_gated_delta_rule", _rule_in_float64):
+    with contextlib.ExitStack() as patches:
+        for module in (qwen3_next, qwen3_5):
+            patches.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", _rule_in_float64))
+        yield
+
+
+@contextlib.contextmanager
+def without_float32() -> Iterator[None]:
+    """In this context what Hugging Face's modules convert to float32 (norms, decays, routing weights) is float64: a
+    model in float64 is computed in float64 throughout."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
         yield
 
 

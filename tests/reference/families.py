@@ -17,6 +17,9 @@ MADE = {
     "gpt_oss": "tiny-gpt-oss",
     "llama4_text": "tiny-llama4",
     "qwen3_next": "tiny-qwen3-next",
+    "deepseek_v32": "tiny-deepseek-v32",
+    "glm_moe_dsa": "tiny-glm-moe-dsa",
+    "qwen3_5_moe_text": "tiny-qwen3-5-moe-text",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

@@ -31,6 +31,7 @@ struct AttentionCall {
   float scaling = 1, logit_cap = 0;  // a cap of 0 or less: none
   TensorView sinks;                  // [N] float32, contiguous; or absent
   int64_t window = 0;                // keys that a query sees at most; 0: all
+  TensorView chosen{};               // of gradients: [T, top_k] int32 as `select_keys` writes it; or absent
 };
 
 // An error that names the sequence and the value, if a sequence has queries outside of [0, tokens), queries of another

@@ -171,6 +171,7 @@ class HeadBackward {
       const int64_t first = hidden(query, m, key), end = visible(query, m, key);
       tiles_.exponential(row + first, log_sums[(sequence_.first_query + query + m) * heads], end - first, row + first);
       clear_unseen(row, first, end);
+      clear_unchosen(row, query + m, key);
     }
     multiply(num_keys_, value_size_, num_queries_, weights_, 1, kBlock, {by_out_, value_size_}, by_values_.from(key),
              true);
@@ -191,6 +192,23 @@ class HeadBackward {
   void clear_unseen(float* row, int64_t first, int64_t end) const {
     std::fill(row, row + first, 0.0f);
     std::fill(row + end, row + num_keys_, 0.0f);
+  }
+
+  // Of the weights of the block's keys from `key` on, those of keys that the query's indexer has not chosen become
+  // zero, and with them their part in every gradient.
+  void clear_unchosen(float* weights, int64_t query, int64_t key) const {
+    const TensorView& chosen = g_.call.chosen;
+    if (!chosen.present() || sequence_.prefix + query < chosen.shape[1]) return;
+    const int32_t* rows = chosen.as<const int32_t>() + (sequence_.first_query + query) * chosen.shape[1];
+    const int64_t first = sequence_.first_key + key;
+    const int32_t* next = std::lower_bound(rows, rows + chosen.shape[1], first);
+    for (int64_t n = 0; n < num_keys_; ++n) {
+      if (next != rows + chosen.shape[1] && *next == first + n) {
+        ++next;
+      } else {
+        weights[n] = 0.0f;
+      }
+    }
   }
 
   void multiply(int64_t rows, int64_t cols, int64_t inner, const float* a, int64_t a_row, int64_t a_col,

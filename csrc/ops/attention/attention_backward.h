@@ -7,6 +7,8 @@
 //   by_value += p * grad        ds = p * (<grad, value> - delta)
 //   by_key += ds * scaling * q  by_q += scaling * ds * key
 //
+// Where an indexer has chosen keys (ops/router/indexer.h), the weights of all others are zero. The choice has no gradient.
+//
 // A head's sink is part of its log_sum, and has no gradient of its own: it is frozen.
 //
 // All arithmetic is float32; a result is rounded once. Keys and queries are taken in blocks of fixed size, in ascending

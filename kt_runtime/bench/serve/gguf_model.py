@@ -76,10 +76,13 @@ class Tensor:
 def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
     """Writes the checkpoint in the directory `model` as the new file `path`, its matrices in the types of `mix`.
 
-    Raises CheckpointError for a quantized checkpoint, for a tokenizer that is no byte-level BPE, and for one with more
-    tokens than the model has. UnknownNameError: the mix. OSError: the file can't be written.
+    Raises CheckpointError for a quantized checkpoint, for a model with an indexer, for a tokenizer that is no
+    byte-level BPE, and for one with more tokens than the model has. UnknownNameError: the mix. OSError: the
+    file can't be written.
     """
     config = read_config(model)
+    if family_for(config).chooses_keys:
+        raise CheckpointError(f"{model}: no GGUF file of {family_for(config).name} was compared with llama.cpp")
     if quantization_of(config) is not None:
         raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
     tokens = _tokenizer(model, integer(config, "vocab_size"))

@@ -46,6 +46,8 @@ class DeepseekV2(DenseFirstFamily):
         require(config, "attention_bias", False, "SGLang 0.5.23's latent attention has no biases", default=False)
         require(config, "mlp_bias", False, "SGLang 0.5.23's DeepSeek MLP has no biases", default=False)
         require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
+        if not self.chooses_keys:
+            require(config, "index_topk", None, "the queries of this family see all keys; it has no indexer")
         first_moe_layer(config)
         self.check_routing(config)
 

@@ -72,33 +72,37 @@ class Glm4MoeLite(DeepseekV3):
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 1.8}
 
     def check(self, config: Config) -> None:
-        super().check(_with_dense_layers(config))
+        super().check(self._with_dense_layers(config))
 
     def missing_keys(self, config: Config) -> dict[str, Any]:
         missing = super().missing_keys(config)
         if config.get("first_k_dense_replace") is None:
-            missing["first_k_dense_replace"] = first_moe_layer(_with_dense_layers(config))
+            missing["first_k_dense_replace"] = first_moe_layer(self._with_dense_layers(config))
         return missing
 
     def moe_layers(self, config: Config) -> list[int]:
-        return super().moe_layers(_with_dense_layers(config))
+        return super().moe_layers(self._with_dense_layers(config))
 
     def decoder_stack(self, config: Config) -> DecoderStack:
-        return super().decoder_stack(_with_dense_layers(config))
+        return super().decoder_stack(self._with_dense_layers(config))
 
+    def dense_layers(self, config: Config) -> int:
+        """Leading dense layers of a config without `mlp_layer_types`, as in Hugging Face."""
+        return 1
 
-def _with_dense_layers(config: Config) -> Config:
-    """Raises InvalidValueError if the two keys say different things, or dense layers are not the first ones."""
-    types = config.get("mlp_layer_types")
-    if types is None:
-        types = ["dense"] + ["sparse"] * (integer(config, "num_hidden_layers") - 1)
-    first = types.count("dense") if isinstance(types, list) else 0
-    if types != ["dense"] * first + ["sparse"] * (integer(config, "num_hidden_layers") - first):
-        raise InvalidValueError(
-            f"config.json: 'mlp_layer_types' is {types!r}; expected 'dense' for the first layers and 'sparse' for all "
-            "others: SGLang 0.5.23 knows no other order"
-        )
-    if config.get("first_k_dense_replace") is None:
-        return {**config, "first_k_dense_replace": first}
-    require(config, "first_k_dense_replace", first, "Hugging Face's first layers are dense by 'mlp_layer_types'")
-    return config
+    def _with_dense_layers(self, config: Config) -> Config:
+        """Raises InvalidValueError if the two keys say different things, or dense layers are not the first ones."""
+        layers, types = integer(config, "num_hidden_layers"), config.get("mlp_layer_types")
+        if types is None:
+            dense = min(self.dense_layers(config), layers)
+            types = ["dense"] * dense + ["sparse"] * (layers - dense)
+        first = types.count("dense") if isinstance(types, list) else 0
+        if types != ["dense"] * first + ["sparse"] * (layers - first):
+            raise InvalidValueError(
+                f"config.json: 'mlp_layer_types' is {types!r}; expected 'dense' for the first layers and 'sparse' for "
+                "all others: SGLang 0.5.23 knows no other order"
+            )
+        if config.get("first_k_dense_replace") is None:
+            return {**config, "first_k_dense_replace": first}
+        require(config, "first_k_dense_replace", first, "Hugging Face's first layers are dense by 'mlp_layer_types'")
+        return config

@@ -7,7 +7,7 @@ Hugging Face: `transformers.models.qwen3_next`. SGLang: `sglang.srt.models.qwen3
 - `q_proj` has two parts for each head: the query, and the gate of the head's output.
 - The norms' weights are offsets from one, but for the one behind the delta rule.
 - `in_proj_qkvz` and `in_proj_ba` are ordered by key head: of each its query, its key, its values, their gates.
-- `in_proj_ba`, the decays and write strengths, is not adapted: SGLang's LoRA has no buffer for it.
+- `in_proj_ba`: write strengths and decays.
 - The layer of multi-token prediction (`mtp.`) is in neither model.
 """
 
@@ -23,6 +23,13 @@ from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 LINEAR, FULL = "linear_attention", "full_attention"
 MOST_TAPS = 8
 """Of the short convolution, in csrc/ops/delta."""
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+"""Keys for which Hugging Face and SGLang have defaults, not always the same ones: a config has all of them."""
 
 
 class Qwen3Next(GroupedQueryFamily):
@@ -34,10 +41,21 @@ class Qwen3Next(GroupedQueryFamily):
     shared_name = "shared_expert"
     has_native_step = False
     keeps_states = True
-    unlisted_lora_targets = ("in_proj_qkvz", "out_proj")
+    unlisted_lora_targets: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
     default_interval = 4
+    gate_names: tuple[str | None, ...] = (None,)
+    """What `output_gate_type` may be: SiLU, or nothing said of it."""
+    reason_for_untied = "SGLang 0.5.23 never ties Qwen3-Next's lm_head"
 
     def check(self, config: Config) -> None:
+        missing = [key for key in SIZES if config.get(key) is None]
+        if "num_experts" in missing and config.get("num_local_experts") is not None:
+            missing.remove("num_experts")
+        if missing:
+            raise InvalidValueError(
+                f"config.json: {len(missing)} of the {len(SIZES)} sizes of a {self.name} are missing: "
+                f"{', '.join(map(repr, missing))}; expected positive integers"
+            )
         sglang = "SGLang 0.5.23 has no other"
         if config.get("mlp_only_layers"):
             raise InvalidValueError(
@@ -46,16 +64,17 @@ class Qwen3Next(GroupedQueryFamily):
             )
         for key, value, reason in (
             ("decoder_sparse_step", 1, "SGLang 0.5.23 builds routed experts in every layer"),
-            ("tie_word_embeddings", False, "SGLang 0.5.23 never ties Qwen3-Next's lm_head"),
+            ("tie_word_embeddings", False, self.reason_for_untied),
             ("hidden_act", "silu", "the kernels compute SiLU"),
             ("attention_bias", False, sglang),
             ("attn_output_gate", True, "Hugging Face's attention always has the gate"),
-            ("output_gate_type", None, "Hugging Face's gate is SiLU"),
             ("mamba_ssm_dtype", "float32", "the states are kept in float32"),
             ("use_sliding_window", False, sglang),
         ):
             if config.get(key) is not None:
                 require(config, key, value, reason)
+        if config.get("output_gate_type") not in self.gate_names:
+            require(config, "output_gate_type", self.gate_names[-1], "Hugging Face's gate is SiLU")
         require_plain_rotary(config, "the twin's tables were compared with SGLang's for this one only")
         self.shared_intermediate(config)
         self.delta_sizes(config)
@@ -131,6 +150,7 @@ class Qwen3Next(GroupedQueryFamily):
             keys, values = key_heads * key_size, value_heads * value_size
             return [
                 FusedLinear("linear_attn", "in_proj_qkvz", hidden, self.input_parts(keys, values), ATTENTION),
+                FusedLinear("linear_attn", "in_proj_ba", hidden, self.gate_parts(value_heads), ATTENTION),
                 FusedLinear("linear_attn", "out_proj", values, (("out_proj", hidden),), ATTENTION),
             ]
         query, key = self.widths(config)
@@ -143,6 +163,10 @@ class Qwen3Next(GroupedQueryFamily):
     def input_parts(self, keys: int, values: int) -> tuple[tuple[str, int], ...]:
         """transformers' linears of `in_proj_qkvz`, with their rows."""
         return (("in_proj_qkvz", 2 * keys + 2 * values),)
+
+    def gate_parts(self, value_heads: int) -> tuple[tuple[str, int], ...]:
+        """transformers' linears of `in_proj_ba`, with their rows."""
+        return (("in_proj_ba", 2 * value_heads),)
 
     def norms_of(self, config: Config, layer: int) -> dict[str, int]:
         if self.layer_types(config)[layer] == LINEAR:
@@ -157,14 +181,10 @@ class Qwen3Next(GroupedQueryFamily):
         key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
         channels = 2 * key_heads * key_size + value_heads * value_size
         return found | {
-            **self.gate_tensors(value_heads, integer(config, "hidden_size")),
             "linear_attn.conv1d.weight": (channels, 1, integer(config, "linear_conv_kernel_dim")),
             "linear_attn.A_log": (value_heads,),
             "linear_attn.dt_bias": (value_heads,),
         }
-
-    def gate_tensors(self, value_heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"linear_attn.in_proj_ba.weight": (2 * value_heads, hidden)}
 
     def engine_name(self, ours: str) -> str:
         return self.stored_name(ours).replace(".self_attn.", ".")

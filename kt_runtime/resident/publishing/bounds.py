@@ -35,7 +35,7 @@ LARGEST_SUMMAND = 1e14
 BEHIND_NORMS = frozenset(
     (
         *("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj"),
-        *("up_proj", "in_proj_qkvz"),
+        *("up_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"),
     )
 )
 NORMS_OF_A_LAYER = ("input_layernorm", "post_attention_layernorm")

@@ -72,11 +72,21 @@ class _Name:
 
 
 class Persistence:
-    """Thread-safe. Only `flush` and `close` wait for the disk."""
+    """Thread-safe. Only `flush` and `close` wait for the disk.
+
+    `at_once`: without the delay, and with the priority of other work: other servers wait for the files.
+    """
 
     def __init__(
-        self, store: VersionStore, base_model: str, *, max_versions: int = MAX_VERSIONS, max_bytes: int = MAX_BYTES
+        self,
+        store: VersionStore,
+        base_model: str,
+        *,
+        max_versions: int = MAX_VERSIONS,
+        max_bytes: int = MAX_BYTES,
+        at_once: bool = False,
     ) -> None:
+        self._at_once = at_once
         self._store, self._base_model = store, base_model
         self._max_versions, self._max_bytes = max_versions, max_bytes
         self._names: dict[str, _Name] = {}
@@ -92,7 +102,7 @@ class Persistence:
         """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
         with self._changed:
             entry = self._names.setdefault(name, _Name())
-            if entry.is_done:
+            if entry.is_done and not self._at_once:
                 entry.not_before = time.monotonic() + DELAY_SECONDS
             entry.waiting.pop(version.hash, None)
             entry.waiting[version.hash] = _Waiting(version, adapter)
@@ -160,7 +170,8 @@ class Persistence:
 
     def _run(self) -> None:
         without_openmp()
-        give_way()
+        if not self._at_once:
+            give_way()
         tried: set[str] = set()
         while True:
             with self._changed:

@@ -4,7 +4,8 @@ Publications, loads, rollbacks and the restoring after a restart run through the
 operation in progress, others of the name wait. Operations on different names are independent:
 
 1. *prepare*, on a worker thread: read the file, complete fused groups, check, hash, convert to the engine's format, and
-   copy into a slot of the engine's memory, if one is free;
+   copy into a slot of the engine's memory, if one is free. A small file is read from the moment when its request comes
+   (`read_ahead`), not from the engine's next turn, which does the copy then;
 2. *probe*, as slices between the engine's batches: one forward pass with the adapter must be finite. It is left out if
    the largest elements show that no pass can overflow (`bounds.py`);
 3. *install*, on the engine's thread: the engine registers the prepared adapter under a fresh id;
@@ -22,11 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kt_runtime.adapters import (
     AdapterTensors,
@@ -34,20 +33,15 @@ from kt_runtime.adapters import (
     StoredName,
     VersionStore,
     VersionTable,
-    as_version,
-    check_adapter,
     check_adapter_name,
-    check_is_adapter,
-    content_hash,
-    read_adapter,
 )
-from kt_runtime.adapters.tensors import Contents, contents_of, free_elsewhere, give_way
-from kt_runtime.errors import ConflictError, KtError, UnknownNameError
+from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
-from kt_runtime.files import errors_of_path
+from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
+from kt_runtime.resident.publishing.preparation import Preparation, Prepared
 from kt_runtime.resident.publishing.probe import OPENING, Probe
 from kt_runtime.resident.scheduler import Work
 from kt_runtime.resident.training.session import SessionId
@@ -65,56 +59,6 @@ Forgotten = Callable[[str | Exception | None], None]
 """Called once, with the last id that the name meant (None if it had none), or with the error."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Result of stage 1. `adapter`: complete and checked; nothing changes its tensors. `contents`: of these tensors.
-    `servable`: in the engine's format.
-
-    `version.lora_id` is None until installation.
-    """
-
-    adapter: AdapterTensors
-    contents: Contents
-    version: AdapterVersion
-    servable: object
-
-
-class Preparation:
-    """Stage 1 of one operation. The engine's thread makes and closes it; `checked` and `stored` run on a worker.
-
-    `slot`: reserved in the engine's memory (`Host.reserve_slot`), None if none is free.
-    """
-
-    def __init__(self, host: Host, family: Family, name: str) -> None:
-        self._host, self._family, self._name = host, family, name
-        self.slot = host.reserve_slot()
-
-    def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
-        """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""
-        give_way(adapter.num_bytes)
-        host, where = self._host, f"adapter {self._name!r}"
-        completed = as_version(adapter, self._family, host.config)
-        contents = contents_of(completed, known)
-        check_adapter(completed, self._family, host.config, host.max_lora_rank, where, contents)
-        content = content_hash(completed, contents)
-        version = AdapterVersion(content, time.time(), completed.rank, float(completed.alpha), source)
-        return Prepared(completed, contents, version, self._servable(completed))
-
-    def stored(self, adapter: AdapterTensors, version: AdapterVersion) -> Prepared:
-        """For a version that was checked when it was published."""
-        give_way(adapter.num_bytes)
-        return Prepared(adapter, contents_of(adapter), replace(version, lora_id=None), self._servable(adapter))
-
-    def close(self) -> None:
-        """The slot is free again, unless `Host.install_adapter` has used it. On the engine's thread."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            self._host.release_slot(slot)
-
-    def _servable(self, adapter: AdapterTensors) -> object:
-        return self._host.prepare_adapter(self._name, adapter, self.slot)
-
-
 Begin = Callable[[Preparation], Callable[[], Prepared]]
 
 
@@ -125,7 +69,8 @@ class _Operation:
 
     `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
     name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the
-    file that is read. `is_moving`: the frontend was asked to move the name.
+    file that is read. `is_moving`: the frontend was asked to move the name. `ahead`: the key of a worker's job that
+    reads the file already.
     """
 
     name: str
@@ -141,6 +86,7 @@ class _Operation:
     preparation: Preparation | None = None
     prepared: Prepared | None = None
     is_moving: bool = False
+    ahead: str | None = None
 
     @property
     def what(self) -> str:
@@ -150,11 +96,6 @@ class _Operation:
     def version(self) -> AdapterVersion:
         assert self.prepared is not None
         return replace(self.prepared.version, lora_id=self.lora_id)
-
-
-def _file_bytes(path: Path) -> int:
-    """Of the file, or of the directory's files."""
-    return sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else [path]) if each.is_file())
 
 
 def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
@@ -179,15 +120,18 @@ class Publisher:
         submit: Callable[[Work], None],
         workers: Workers,
         moved: Callable[[str, Exception | None], None],
+        *,
+        stores_at_once: bool = False,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._persistence = Persistence(store, host.model)
+        self._persistence = Persistence(store, host.model, at_once=stores_at_once)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
         self._has_asked = False
         self._in_progress: dict[str, _Operation] = {}
+        self._ahead: dict[str, _Operation] = {}
         self._queues: dict[str, deque[_Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
         self._installed: set[str] = set()
@@ -229,7 +173,7 @@ class Publisher:
 
     def preparation(self, name: str) -> Preparation:
         """For a publication whose stage 1 runs before `publish_prepared`."""
-        return Preparation(self._host, self._family, name)
+        return Preparation(self._host, self._family, name, self._host.reserve_slot())
 
     def publish_prepared(
         self,
@@ -247,14 +191,50 @@ class Publisher:
         operation.preparation, operation.prepared = preparation, prepared
         self._add(operation)
 
-    def load(self, name: str, path: str, done: Done, *, take_over: bool = False) -> None:
-        """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too."""
-        self.check(name, None, take_over=take_over)
+    def load(self, name: str, path: str, done: Done, *, take_over: bool = False, ahead: str | None = None) -> None:
+        """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too.
+
+        `ahead`: the key of `read_ahead`, if it was called.
+        """
+        try:
+            self.check(name, None, take_over=take_over)
+        except BaseException:
+            if ahead is not None:
+                self._workers.give_up(ahead)
+            raise
 
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
-            return lambda: preparation.checked(self._read(name, path), path)
+            return lambda: preparation.loaded(path)
 
-        self._add(_Operation(name, self._fresh_id(), begin, done, claims=True, take_over=take_over, path=path))
+        operation = _Operation(name, self._fresh_id(), begin, done, claims=True, take_over=take_over, path=path)
+        operation.ahead = ahead
+        self._add(operation)
+
+    def read_ahead(self, key: str, name: str, path: str) -> None:
+        """For a `load` that will follow with this key: begins what needs no turn of the engine, if the file is small.
+
+        On any thread. Nothing is checked that `load` checks.
+        """
+        preparation = Preparation(self._host, self._family, name, None)
+        self._workers.begin(key, f"adapter {name!r} ({path})", lambda: preparation.loaded_if_small(path))
+
+    def follow(self, name: str, path: str, version: str, source: str, done: Done) -> None:
+        """As `load`, for a version that another server published: AdapterError if its hash is not `version`.
+
+        The name's owner does not change.
+        """
+        self.check(name, None, take_over=True)
+
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            def read() -> Prepared:
+                prepared = preparation.loaded(path, source)
+                if prepared.version.hash != version:
+                    raise AdapterError(f"{path}: its content has the hash {prepared.version.hash}, not {version}")
+                return prepared
+
+            return read
+
+        self._add(_Operation(name, self._fresh_id(), begin, done, path=path))
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
         """Starts moving `name` to an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
@@ -286,6 +266,7 @@ class Publisher:
         for operation in others:
             if operation.preparation is not None:
                 operation.preparation.close()
+            self._give_up_ahead(operation)
             operation.done(withdrawn)
         if first.is_moving:
             self._forgetting.setdefault(name, []).append(done)
@@ -330,6 +311,14 @@ class Publisher:
         if operation.prepared is not None:
             self._probe_or_install(operation)
             return
+        if operation.ahead is not None:
+            self._ahead[operation.ahead] = operation
+            if self._workers.has_ended(operation.ahead):
+                self._take_ahead(operation)
+            return
+        self._begin(operation)
+
+    def _begin(self, operation: _Operation) -> None:
         try:
             operation.preparation = self.preparation(operation.name)
             make = operation.begin(operation.preparation)
@@ -339,7 +328,13 @@ class Publisher:
         self._workers.begin(operation.lora_id, operation.what, make)
 
     def probe(self, lora_id: str, error: Exception | None) -> None:
-        """Stage 1 has ended: starts the probe, or installs. The id of a withdrawn operation is ignored."""
+        """Stage 1 has ended: starts the probe, or installs. The id of a withdrawn operation is ignored.
+
+        `lora_id` may be the key of `read_ahead` too.
+        """
+        if lora_id in self._ahead:
+            self._take_ahead(self._ahead[lora_id])
+            return
         operation = self._in_progress.get(lora_id)
         if operation is None:
             return
@@ -352,6 +347,24 @@ class Publisher:
             self._end(operation, problem)
             return
         self._probe_or_install(operation)
+
+    def _take_ahead(self, operation: _Operation) -> None:
+        """The job that read ahead has ended: only the copy into a slot is left, or all if it found a large file."""
+        key, operation.ahead = operation.ahead, None
+        assert key is not None
+        del self._ahead[key]
+        try:
+            prepared: Prepared | None = self._workers.take(key)
+            if prepared is not None:
+                operation.preparation = self.preparation(operation.name)
+                operation.prepared = operation.preparation.placed(prepared)
+        except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
+            self._end(operation, error)
+            return
+        if operation.prepared is None:
+            self._begin(operation)
+        else:
+            self._probe_or_install(operation)
 
     def _probe_or_install(self, operation: _Operation) -> None:
         prepared = operation.prepared
@@ -437,6 +450,7 @@ class Publisher:
         if self._in_progress.pop(operation.lora_id, None) is None:
             return
         self._workers.give_up(operation.lora_id)
+        self._give_up_ahead(operation)
         prepared, operation.prepared = operation.prepared, None
         free_elsewhere(prepared)
         del prepared
@@ -455,6 +469,12 @@ class Publisher:
         else:
             del self._queues[operation.name]
 
+    def _give_up_ahead(self, operation: _Operation) -> None:
+        key, operation.ahead = operation.ahead, None
+        if key is not None:
+            self._ahead.pop(key, None)
+            self._workers.give_up(key)
+
     def _forget(self, name: str, done: Forgotten, *, had_operations: bool = False) -> None:
         if had_operations:  # even if the first publication was withdrawn: the next one would undo the unload
             self.owners.lose(name, "was unloaded")
@@ -469,16 +489,6 @@ class Publisher:
         done(former)
 
     # Stage 1, on a worker thread.
-
-    def _read(self, name: str, path: str) -> AdapterTensors:
-        host = self._host
-        with errors_of_path(Path(path), "read"):
-            check_is_adapter(Path(path))
-            give_way(_file_bytes(Path(path)))
-            adapter = read_adapter(path, self._family, host.config, host.max_lora_rank, host.model)
-        for note in adapter.notes:
-            logger.info("adapter %r from %s: %s", name, path, note)
-        return adapter
 
     def _stored(self, preparation: Preparation, name: str, version: AdapterVersion) -> Callable[[], Prepared]:
         def read() -> Prepared:

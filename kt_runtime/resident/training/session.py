@@ -86,7 +86,10 @@ class Session:
         self.gradient: dict[str, torch.Tensor] = {}
         on_host = all(device.is_host(each.device) for each in parameters.values())
         self._threads = thread_pool("kt-masters") if on_host else None
-        self.copies = MasterCopies(self.parameters, self._threads)
+        masters_bytes = 4 * sum(each.numel() for each in parameters.values())
+        # The engine waits for the optimizer's threads, and for no copy.
+        self._copying = thread_pool("kt-copies", masters_bytes) if on_host else None
+        self.copies = MasterCopies(self.parameters, self._copying)
         self.optimizer = AdamW(self.parameters, self.copies.stepped, self._threads)
         self.step = 0
         self.num_calls = 0
@@ -195,8 +198,9 @@ class Session:
     def closing(self) -> Slices:
         """Frees masters, reference, gradient and moments."""
         self.copies.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._copying):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
         for key in filter(None, self._adapter_of.values()):
             yield from self._lora.removal(key)
         optimizer, self.optimizer = self.optimizer, AdamW({})

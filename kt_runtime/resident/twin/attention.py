@@ -16,7 +16,7 @@ head's key without the rotary part and of its value, R LoRA rank.
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from kt_runtime.ops import mla
 from kt_runtime.ops.attention import attend_batch, attend_batch_backward
+from kt_runtime.ops.indexer import Index, IndexerWeights, index_rows
 from kt_runtime.ops.matmul import frozen_heads
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.twin.batches import Branch
@@ -45,11 +46,12 @@ Branches = tuple[Branch, ...] | None
 class Seen:
     """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `chunk`:
     only keys of its own chunk of so many positions; 0: all. `sinks` [N]: of each head a frozen score without a value,
-    which takes part in the softmax."""
+    which takes part in the softmax. `index`: of an indexer that chooses among them."""
 
     window: int = 0
     sinks: torch.Tensor | None = None
     chunk: int = 0
+    index: Index | None = None
 
 
 EVERYTHING = Seen()
@@ -65,16 +67,18 @@ class _Attention(torch.autograd.Function):
         # Saved in float32: backward subtracts <grad, out> from each score's gradient, which may be equally small.
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         sinks = None if seen.sinks is None else seen.sinks.detach().float()
-        out = attend_batch(q, k, v, scaling, log_sums=log_sums, sinks=sinks, window=seen.window)
+        chosen = None if seen.index is None else seen.index.chosen()
+        out = attend_batch(q, k, v, scaling, log_sums=log_sums, sinks=sinks, window=seen.window, chosen=chosen)
         ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.scaling, ctx.window = scaling, seen.window
+        ctx.scaling, ctx.window, ctx.chosen = scaling, seen.window, chosen
         return out.to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, log_sums = ctx.saved_tensors
-        return (*attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling, ctx.window), None, None)
+        found = attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling, ctx.window, ctx.chosen)
+        return (*found, None, None)
 
 
 def attend(
@@ -89,7 +93,8 @@ def attend(
     if branches is None:
         return _causal(q, k, v, scaling, seen)
     rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
-    return torch.cat([_forked(*row, scaling, seen) for row in rows])
+    each = [seen] * len(q) if seen.index is None else [replace(seen, index=index) for index in seen.index.rows()]
+    return torch.cat([_forked(*row, scaling, own) for row, own in zip(rows, each, strict=True)])
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, seen: Seen) -> torch.Tensor:
@@ -110,10 +115,13 @@ def _forked(
 ) -> torch.Tensor:
     """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
     first, second = slice(0, branch.second), slice(branch.second, None)
-    parts = [_causal(q[:, first], k[:, first], v[:, first], scaling, seen)]
+    index = seen.index
+    own = seen if index is None else replace(seen, index=index.first(branch.second))
+    parts = [_causal(q[:, first], k[:, first], v[:, first], scaling, own)]
     if branch.second < q.shape[1]:
         keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
-        parts.append(_causal(q[:, second], keys, values, scaling, seen))
+        own = seen if index is None else replace(seen, index=index.after(branch.prefix, branch.second))
+        parts.append(_causal(q[:, second], keys, values, scaling, own))
     return torch.cat(parts, dim=1)
 
 
@@ -206,8 +214,38 @@ def hugging_face_tables(rotary: Rotary, family: str) -> torch.Tensor | tuple[tor
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
-def absorb(attention: nn.Module, family: str) -> None:
-    """Patches a Hugging Face attention module of DeepSeek-V2 or -V3 to compute MLA in absorbed order.
+@dataclass(frozen=True)
+class Indexing:
+    """How a layer of latent attention chooses keys: by the indexer of layer `source`, its own or an earlier one.
+    `is_shared`: later layers take this layer's choice. `interleaved`: of the indexer's rotation."""
+
+    layer: int
+    source: int
+    top_k: int
+    is_shared: bool
+    interleaved: bool
+
+    def index(self, attention: Any, hidden: torch.Tensor, compressed: torch.Tensor, rotary: Rotary) -> Index:
+        """hidden [B, S, H], compressed [B, S, rank]: the layer's normed input and compressed queries."""
+        batch, length = hidden.shape[:2]
+        if self.source != self.layer:
+            rows = [rotary.kept[self.source, rotary.first_row + row] for row in range(batch)]
+            return Index.of_rows(rows)
+        own = attention.indexer
+        wide = (one.float() for one in (own.k_norm.weight, own.k_norm.bias, own.weights_proj.weight))
+        weights = IndexerWeights(own.wq_b.weight, own.wk.weight, *wide, self.interleaved)
+        places = rotary.places.expand(batch, length).flatten()
+        flat = (hidden.detach().flatten(0, 1), compressed.detach().flatten(0, 1))
+        found = index_rows(*flat, weights, rotary.angles, places)
+        index = Index(*(x.unflatten(0, (batch, length)) for x in found), self.top_k)
+        if self.is_shared:
+            for row, of_row in enumerate(index.rows()):
+                rotary.kept[self.layer, rotary.first_row + row] = of_row
+        return index
+
+
+def absorb(attention: nn.Module, family: str, indexing: Indexing | None = None) -> None:
+    """Patches a Hugging Face attention module of DeepSeek-V2, -V3 or -V3.2 to compute MLA in absorbed order.
 
     Parameters stay in place; W_v is a view of `kv_b_proj`'s weight, W_k is a temporary copy in each call. Compared with
     the expanded order, scores and weighted sums take (2 D + P) / (K + P + V) times as many operations (3.4 with
@@ -222,8 +260,13 @@ def absorb(attention: nn.Module, family: str) -> None:
         attention_mask: torch.Tensor | None = None,
         branches: Branches = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
+    ) -> tuple[torch.Tensor | None, ...]:
+        drops_out = isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out()
+        if indexing is not None:
+            compute = _expanded if drops_out else _absorbed
+            out = compute(self, hidden_states, position_embeddings, branches, indexing)
+            return (out, None, None) if hasattr(self, "skip_topk") else (out, None)  # GLM's layers share a choice
+        if drops_out:
             # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
             return expanded(
                 hidden_states=hidden_states,
@@ -242,25 +285,50 @@ def _absorbed(
     hidden: torch.Tensor,
     rotary: Rotary,
     branches: Branches,
+    indexing: Indexing | None = None,
 ) -> torch.Tensor:
     batch, length = hidden.shape[:2]
-    nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
-    if attention.q_lora_rank is None:
-        query = attention.q_proj(hidden)
-    else:
-        query = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
-    query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
-    latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([latent_size, rope], dim=-1)
-    latent = attention.kv_a_layernorm(latent)
-    query_rope, key_rope = rotary(query_rope), rotary(key_rope[:, :, None])
-
+    latent_size = attention.kv_lora_rank
+    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing)
     weight = KvWeight(attention)
     absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
     queries = torch.cat([absorbed, query_rope], dim=-1)
     keys = torch.cat([latent[:, :, None], key_rope], dim=-1)
-    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling, branches)
+    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling, branches, seen)
     out = weight.into_output(attended.flatten(0, 1))
     return attention.o_proj(out.reshape(batch, length, -1))
+
+
+def _expanded(
+    attention: Any, hidden: torch.Tensor, rotary: Rotary, branches: Branches, indexing: Indexing
+) -> torch.Tensor:
+    """As Hugging Face's module, with keys and values for each head."""
+    nope, value = attention.qk_nope_head_dim, attention.v_head_dim
+    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing)
+    key_nope, values = attention.kv_b_proj(latent).unflatten(-1, (-1, nope + value)).split([nope, value], dim=-1)
+    keys = torch.cat([key_nope, key_rope.expand(*key_nope.shape[:-1], -1)], dim=-1)
+    queries = torch.cat([query_nope, query_rope], dim=-1)
+    out = attend(queries, keys, values.contiguous(), attention.scaling, branches, seen)
+    return attention.o_proj(out.flatten(2))
+
+
+def _projected(
+    attention: Any, hidden: torch.Tensor, rotary: Rotary, indexing: Indexing | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Seen]:
+    """Queries [B, S, N, K] and [B, S, N, P], latents [B, S, D], rotary keys [B, S, 1, P], and what queries see."""
+    nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
+    seen = EVERYTHING
+    if attention.q_lora_rank is None:
+        query = attention.q_proj(hidden)
+    else:
+        compressed = attention.q_a_layernorm(attention.q_a_proj(hidden))
+        query = attention.q_b_proj(compressed)
+        if indexing is not None:
+            seen = Seen(index=indexing.index(attention, hidden, compressed, rotary))
+    query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
+    latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([latent_size, rope], dim=-1)
+    latent = attention.kv_a_layernorm(latent)
+    return query_nope, rotary(query_rope), latent, rotary(key_rope[:, :, None]), seen
 
 
 class KvWeight:

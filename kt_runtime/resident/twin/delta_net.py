@@ -21,7 +21,7 @@ from kt_runtime.ops.delta_net import delta_rule, gated_norm, sigmoid_and_multipl
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.twin.attention import Branches, attend
 
-DECODER_LAYERS = ("Qwen3NextDecoderLayer",)
+DECODER_LAYERS = ("Qwen3NextDecoderLayer", "Qwen3_5MoeDecoderLayer")
 """Hugging Face's classes."""
 
 
@@ -41,10 +41,7 @@ def compute_natively(layer: Any) -> None:
 def _delta_net(layer: Any, hidden_states: torch.Tensor, branches: Branches = None, **_: Any) -> torch.Tensor:
     """[B, S, H] -> [B, S, H]."""
     batch, length = hidden_states.shape[:2]
-    query, key, value, z, b, a = layer.fix_query_key_value_ordering(
-        layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
-    )
-    mixed = torch.cat([part.flatten(2) for part in (query, key, value)], dim=-1)
+    mixed, z, b, a = _inputs(layer, hidden_states)
     mixed, a, b = mixed.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     weights = DeltaWeights(heads, layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias)
@@ -58,6 +55,18 @@ def _delta_net(layer: Any, hidden_states: torch.Tensor, branches: Branches = Non
     normed = gated_norm(out.view(z.shape), z, layer.norm.weight, layer.norm.variance_epsilon)
     result: torch.Tensor = layer.out_proj(normed.flatten(2))
     return result
+
+
+def _inputs(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, S, H] -> queries, keys and values [B, S, C], gates of the output [B, S, HV, V], write strengths and decays
+    [B, S, HV]."""
+    if hasattr(layer, "in_proj_qkv"):  # Qwen3.5
+        z = layer.in_proj_z(hidden_states).unflatten(-1, (-1, layer.head_v_dim))
+        return layer.in_proj_qkv(hidden_states), z, layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
+    query, key, value, z, b, a = layer.fix_query_key_value_ordering(
+        layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
+    )
+    return torch.cat([part.flatten(2) for part in (query, key, value)], dim=-1), z, b, a
 
 
 def _unfolded(branches: tuple[Any, ...], length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

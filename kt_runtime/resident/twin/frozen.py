@@ -15,11 +15,14 @@ RMS_NORMS = (
     *("MixtralRMSNorm", "OlmoeRMSNorm", "Glm4MoeRMSNorm", "Glm4MoeLiteRMSNorm", "MiniMaxM2RMSNorm"),
     "GptOssRMSNorm",
     "Llama4TextRMSNorm",
+    *("DeepseekV32RMSNorm", "GlmMoeDsaRMSNorm"),
 )
-OFFSET_NORMS = ("Qwen3NextRMSNorm",)
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm")
 GATED_MLPS = (
     *("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"),
     *("Llama4TextMLP", "Qwen3NextMLP"),
+    *("DeepseekV32MLP", "GlmMoeDsaMLP"),
+    "Qwen3_5MoeMLP",
 )
 """Hugging Face's classes."""
 

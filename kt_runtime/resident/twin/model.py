@@ -24,8 +24,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from kt_runtime.errors import CheckpointError, suggestion
+from kt_runtime.errors import CheckpointError, InvalidValueError, suggestion
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import Family, TensorSource, family_for
+from kt_runtime.families.stack import DecoderStack, Latent
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention, delta_net, llama4
@@ -48,6 +50,10 @@ class Twin:
 
     def __init__(self, host: Host) -> None:
         self.family: Family = family_for(host.config)
+        if self.family.chooses_keys and not host.attends_in_float32:
+            raise InvalidValueError(
+                f"the queries of {self.family.name} see the keys that an indexer chooses: it is computed on a CPU only"
+            )
         self.device, self.dtype = host.device, host.dtype
         self._store = host.experts
         self._attends_in_float32 = host.attends_in_float32
@@ -109,7 +115,7 @@ class Twin:
         if not self._attends_in_float32:
             mask = self._mask(layer, hidden, branches)
             places, branches = attention.places_of(branches, hidden.shape[1], hidden.device), None
-        return self.layer(layer)(
+        found = self.layer(layer)(
             hidden,
             attention_mask=mask,
             position_embeddings=positions,
@@ -117,6 +123,7 @@ class Twin:
             branches=branches,
             places=places,
         )
+        return found[0] if isinstance(found, tuple) else found
 
     def _mask(self, layer: int, hidden: torch.Tensor, branches: attention.Branches) -> torch.Tensor | None:
         """For Hugging Face's attention [B, 1, S, S]; None: it is causal by itself. With sinks, what is added to the
@@ -268,7 +275,7 @@ def _on_meta(family: Family, host: Host) -> Any:
         elif delta_net.is_hybrid(layer):
             delta_net.compute_natively(layer)
         elif hasattr(hf_config, "kv_lora_rank"):
-            attention.absorb(layer.self_attn, family.name)
+            attention.absorb(layer.self_attn, family.name, _indexing(stack, index))
         else:
             attention.rotate_natively(layer.self_attn, family.window(host.config, index))
     for module in model.modules():
@@ -287,6 +294,20 @@ def _on_meta(family: Family, host: Host) -> Any:
         elif host.attends_in_float32 and (router := grouped_router(module)) is not None:
             module.__class__ = router
     return model
+
+
+def _indexing(stack: DecoderStack | None, layer: int) -> attention.Indexing | None:
+    """How a layer of latent attention chooses keys; None: its queries see all."""
+    tables = [] if stack is None else [own.attention for own in stack.layers]
+    table = tables[layer] if tables else None
+    if not isinstance(table, Latent) or not table.seen_keys:
+        return None
+    indexers = [own.indexer if isinstance(own, Latent) else None for own in tables]
+    source = max(index for index in range(layer + 1) if indexers[index] is not None)
+    indexer = indexers[source]
+    assert indexer is not None
+    is_shared = layer + 1 < len(indexers) and indexers[layer + 1] is None
+    return attention.Indexing(layer, source, table.seen_keys, is_shared, indexer.interleaved)
 
 
 def _chunks(family: Family, config: Mapping[str, Any]) -> list[int]:
@@ -319,8 +340,8 @@ def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> in
 
     Rotary tables are not counted: they are computed from the configuration.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in engine.values()}
-    weights = model.state_dict().values()
+    storages = {t.untyped_storage().data_ptr() for t in engine.values() if not isinstance(t, PackedWeight)}
+    weights = [weight for weight in model.state_dict().values() if not isinstance(weight, PackedWeight)]
     return sum(weight.nbytes for weight in weights if weight.untyped_storage().data_ptr() not in storages)
 
 
@@ -337,6 +358,8 @@ def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Ten
             f"the training twin's {source.name} has shape {list(source.shape)}, but rows {source.start}:{source.stop} "
             f"of the engine's {source.source} {list(whole.shape)} have {list(view.shape)}"
         )
+    if isinstance(view, PackedWeight):  # a slice of one has its memory
+        return view
     expected = whole.data_ptr() + source.start * whole.stride(0) * whole.element_size()
     if view.data_ptr() != expected:
         raise CheckpointError(f"the training twin's {source.name} is not a view of the engine's {source.source}")

@@ -123,8 +123,8 @@ class LayerParts:
         """`hidden`: of all rows, or of these alone (`of_leaf`)."""
         positions = self.positions
         assert isinstance(positions, Rotary)
-        if len(positions.places) > 1:
-            positions = replace(positions, places=positions.places[rows])
+        places = positions.places[rows] if len(positions.places) > 1 else positions.places
+        positions = replace(positions, places=places, first_row=rows.start)
         branches = None if self.branches is None else self.branches[rows]
         return self.twin.attention(self.layer, hidden if of_leaf else hidden[rows], positions, branches)
 

@@ -147,6 +147,7 @@ GROUPED_ROUTERS: dict[str, type[GroupedRouter]] = {
     "Glm4MoeLiteTopkRouter": GroupedRouter,
     "MiniMaxM2TopKRouter": BiasedRouter,
     "Llama4Router": SigmoidRouter,
+    **dict.fromkeys(("DeepseekV32TopkRouter", "GlmMoeDsaTopkRouter"), GroupedRouter),
 }
 """What replaces Hugging Face's classes, by their names."""
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kt_runtime.bench.experts.gguf_blocks import to_blocks
 from kt_runtime.families import family_for
+from kt_runtime.families.gguf import DENSE_TYPES, gguf_name, interleaved_heads
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -61,11 +62,11 @@ def requantize(
 
 
 def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
-    """Writes `place`: the checkpoint in float32, with the experts that the GGUF file stands for."""
+    """Writes `place`: the checkpoint in float32, with the experts and linear layers that the GGUF file stands for."""
     stacked = {
         tensor.name: gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type).astype(np.float32)
         for tensor in gguf.GGUFReader(path).tensors
-        if "_exps." in tensor.name
+        if "_exps." in tensor.name or tensor.tensor_type.name in DENSE_TYPES
     }
     shutil.copytree(checkpoint, place, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((place / "config.json").read_text())
@@ -76,5 +77,12 @@ def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
         if found := EXPERT.fullmatch(family.our_name(name)):
             layer, expert, part = found.groups()
             tensors[name] = torch.from_numpy(stacked[f"blk.{layer}.ffn_{part}_exps.weight"][int(expert)].copy())
+            continue
+        ours = family.our_name(name)
+        if (values := stacked.get(gguf_name(ours))) is not None:
+            heads, (rows, columns) = interleaved_heads(config, ours), values.shape
+            if heads:
+                values = values.reshape(heads, -1, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)
+            tensors[name] = torch.from_numpy(values.copy())
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     return place

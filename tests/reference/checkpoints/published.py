@@ -2,7 +2,8 @@
 
 The file holds, for each preset of the hub: `source`, where names, shapes and files come from; `shards`: the files'
 name, the first number, how many are written here, and in which of them single tensors lie (the others follow in the
-order of the layers, so that a layer lies in several files); `shrunk`: the keys of config.json that are smaller here.
+order of the layers, so that a layer lies in several files); `prefix` of all names, or `inside`, which stands in place
+of their `model.`; `shrunk`: the keys of config.json that are smaller here.
 A tensor is [type, size, ...]. Sizes are names of what `sizes` computes from config.json. `fp8` and `int4` are the
 tensors that a matrix becomes: codes, scales, and for `int4` the shape; `mxfp4` the blocks and scales of fused experts.
 """
@@ -55,8 +56,10 @@ def write(preset: str, directory: Path) -> Written:
         file = files[_file(layout["shards"], name, index, len(rows))]
         tensors, exact = _drawn(kind, shape, generator)
         prefix = "" if is_left_out(name) else layout.get("prefix", "")
+        inside = layout.get("inside") if name.startswith("model.") and not is_left_out(name) else None
         for part, tensor in tensors.items():
-            stored_name = prefix + (name.removesuffix(".weight") if kind in QUANTIZED else name) + part
+            whole_name = name if inside is None else inside + name.removeprefix("model.")
+            stored_name = prefix + (whole_name.removesuffix(".weight") if kind in QUANTIZED else whole_name) + part
             stored[stored_name] = tensor
             file.append(stored_name)
             if not is_of_model:
@@ -115,7 +118,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "hidden": hidden,
         "two_hidden": 2 * hidden,
         "vocabulary": config["vocab_size"],
-        "dense": config["intermediate_size"],
+        "dense": config.get("intermediate_size", 0),
         "expert": expert,
         "two_expert": 2 * expert,
         "heads": heads,
@@ -128,6 +131,9 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "gated_queries": 2 * heads * head,
         "one": 1,
     }
+    if "index_topk" in config:
+        found |= {"index_size": config["index_head_dim"], "index_heads": config["index_n_heads"]}
+        found["index_queries"] = found["index_size"] * found["index_heads"]
     if "linear_num_key_heads" in config:
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]

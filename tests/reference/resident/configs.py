@@ -132,6 +132,22 @@ GLM4_MOE_LITE = {
     "topk_group": 1,
     "rms_norm_eps": 1e-6,
 }
+DEEPSEEK_V32 = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("topk_method", "scoring_func")},
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 7,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+}
+GLM_MOE_DSA = {
+    **{key: value for key, value in DEEPSEEK_V32.items() if key != "rope_scaling"},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "full", "shared", "shared"],
+    "rms_norm_eps": 1e-6,
+}
 MINIMAX_M2 = GROUPED_QUERY | {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
@@ -188,12 +204,24 @@ QWEN3_NEXT = GROUPED_QUERY | {
     "num_experts": 8,
     "norm_topk_prob": True,
 }
+QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key != "norm_topk_prob"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+"""Fewer and smaller heads have random keys of nearly no length, whose norm is ill-conditioned: autograd in float32 is
+off by 3e-5 then."""
 FURTHER = {
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},
     "qwen3_next": QWEN3_NEXT,
     "minimax_m2": MINIMAX_M2,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,

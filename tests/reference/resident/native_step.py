@@ -54,6 +54,13 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     "Llama 4, bfloat16": (load_preset("tiny-llama4"), {}, "bfloat16", {}),
     "Llama 4 as Maverick, bfloat16": (load_preset("tiny-llama4"), MAVERICK, "bfloat16", {}),
     "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
+    "DeepSeek-V3.2, float32": (load_preset("tiny-deepseek-v32"), {}, "float32", {}),
+    **{
+        f"DeepSeek-V3.2, bfloat16, {isa}": (load_preset("tiny-deepseek-v32"), {}, "bfloat16", {"isa": isa})
+        for isa in instruction_sets()
+    },
+    "GLM-5.2, float32": (load_preset("tiny-glm-moe-dsa"), {}, "float32", {}),
+    "GLM-5.2, bfloat16": (load_preset("tiny-glm-moe-dsa"), {}, "bfloat16", {}),
     "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
     "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),
     "DeepSeek-V2, bfloat16, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "bfloat16", {}),
@@ -85,6 +92,7 @@ class Both:
             mode = "MIXED"
         self.modes.append((mode, len(batch.seq_lens)))
         self.adapters.append(len(set(batch.lora_ids) - {None}))
+        self._wipe(batch)  # also what no layer writes: columns for index keys in layers that share an indexer
         found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
         hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
         expected = self._results(batch, hidden, wipe=False)
@@ -95,12 +103,14 @@ class Both:
 
     def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
         """Hidden states and the new keys and values, which are then wiped from the pool."""
-        tensors = [hidden.clone()]
-        for buffer in buffers_of(self.pool):
-            tensors.append(buffer[batch.out_cache_loc].clone())
-            if wipe:
-                buffer[batch.out_cache_loc] = 9.0
+        tensors = [hidden.clone(), *(buffer[batch.out_cache_loc].clone() for buffer in buffers_of(self.pool))]
+        if wipe:
+            self._wipe(batch)
         return tensors
+
+    def _wipe(self, batch: Any) -> None:
+        for buffer in buffers_of(self.pool):
+            buffer[batch.out_cache_loc] = 9.0
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from kt_runtime.cli.connection import resident_client
 from kt_runtime.wire import Batch, ResidentClient
 from kt_runtime.wire.messages import LoraSettings, Model
 
-PRESETS = ("tiny-deepseek-v3", "tiny-qwen3-moe")  # latent attention, grouped-query attention
+PRESETS = ("tiny-deepseek-v3", "tiny-qwen3-moe", "tiny-deepseek-v32")  # latent, grouped-query, latent with an indexer
 PROMPT_TOKENS = 200
 CACHED_TOKENS = 192  # whole pages of 16; the last token is always computed
 TIERS = ("device", "host", "disk", "disk after eviction", "disk after restart")

@@ -1,7 +1,8 @@
 """Servers of GGUF files: what they answer, that they train in place, and that both agree.
 
-In float32 the experts multiply exactly, so that answers equal those of Hugging Face with the weights that the file
-stands for. In bf16 activations are quantized to int8, in training as in serving.
+In float32 quantized matrices multiply exactly, so that answers equal those of Hugging Face with the weights that the
+file stands for. In bf16 activations are quantized to int8, in training as in serving. Most linear layers, and the head,
+stay quantized as the experts do; of some the file has BF16 tensors.
 """
 
 from __future__ import annotations
@@ -76,12 +77,22 @@ def started(
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Served]:
     types = {"blk.1.ffn_down_exps": "IQ4_XS", "ffn_down_exps": "Q8_0", "_exps": "MXFP4"}
+    types |= {
+        "ffn_gate.": "Q8_0",
+        "ffn_up.": "Q4_0",
+        "ffn_down.": "Q6_K",
+        "_shexp": "Q4_0",
+        "attn_q_a.": "Q5_0",
+        "attn_kv_a_mqa.": "Q8_0",
+    }
+    types |= {"blk.1.attn_q_b.": "Q4_0", "attn_output.": "Q8_0", "output.": "MXFP4"}
     yield from started(wide_deepseek(), types, 11, "float32", tmp_path_factory.mktemp("exact"), place)
 
 
 @pytest.fixture(scope="module")
 def rounded(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Served]:
-    types = {"ffn_down_exps": "Q6_K", "_exps": "Q4_K"}
+    types = {"ffn_down_exps": "Q6_K", "_exps": "Q4_K", "attn_output.": "Q8_0", "output.": "Q6_K"}
+    types |= {"attn_v.": "Q6_K", "attn_q.": "Q4_K", "attn_k.": "Q4_K"}
     yield from started(wide_qwen(), types, 0, "bfloat16", tmp_path_factory.mktemp("rounded"), place)
 
 

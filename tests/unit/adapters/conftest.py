@@ -94,6 +94,19 @@ GLM4_MOE_LITE = DEEPSEEK_V3 | {
     "model_type": "glm4_moe_lite",
     "n_group": 1,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 5,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+}
+GLM_MOE_DSA = DEEPSEEK_V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "n_group": 1,
+    "topk_group": 1,
+}
 MINIMAX_M2 = _COMMON | {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
@@ -144,6 +157,7 @@ QWEN3_NEXT = _COMMON | {
     "shared_expert_intermediate_size": 24,
     "num_experts": 4,
 }
+QWEN3_5_MOE = QWEN3_NEXT | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -217,6 +231,16 @@ def glm4_moe_lite() -> TinyModel:
 
 
 @pytest.fixture
+def deepseek_v32() -> TinyModel:
+    return TinyModel(dict(DEEPSEEK_V32))
+
+
+@pytest.fixture
+def glm_moe_dsa() -> TinyModel:
+    return TinyModel(dict(GLM_MOE_DSA))
+
+
+@pytest.fixture
 def minimax_m2() -> TinyModel:
     return TinyModel(dict(MINIMAX_M2))
 
@@ -234,6 +258,11 @@ def llama4() -> TinyModel:
 @pytest.fixture
 def qwen3_next() -> TinyModel:
     return TinyModel(dict(QWEN3_NEXT))
+
+
+@pytest.fixture
+def qwen3_5_moe() -> TinyModel:
+    return TinyModel(dict(QWEN3_5_MOE))
 
 
 @pytest.fixture(params=CONFIGS)

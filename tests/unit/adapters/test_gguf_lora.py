@@ -301,7 +301,7 @@ def test_a_damaged_file_is_refused_or_read_but_never_crashes(
         assert "bad.gguf" in str(error)
 
 
-@pytest.mark.parametrize("fixture", ["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("fixture", ["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v32"])
 def test_families_that_were_not_compared_with_llama_cpp_are_refused(
     tmp_path: Path, request: pytest.FixtureRequest, fixture: str
 ) -> None:

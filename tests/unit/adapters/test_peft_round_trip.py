@@ -9,6 +9,7 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
+from reference.delta_net import hugging_face_in_float64
 from torch import nn
 
 from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, readers, write_peft_directory
@@ -159,6 +160,8 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("olmoe", ["all"]),
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
+        ("deepseek_v32", ["all"]),
+        ("glm_moe_dsa", ["all"]),
         ("minimax_m2", ["all"]),
         ("gpt_oss", ["all"]),
         ("gpt_oss", ["experts"]),
@@ -166,6 +169,10 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("gpt_oss", ["down_proj"]),
         ("qwen3_next", ["all"]),
         ("qwen3_next", ["in_proj_qkvz", "experts"]),
+        ("qwen3_next", ["in_proj_ba"]),
+        ("qwen3_5_moe", ["all"]),
+        ("qwen3_5_moe", ["in_proj_b", "in_proj_a", "experts"]),
+        ("qwen3_5_moe", ["experts"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
@@ -177,7 +184,7 @@ def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
     tokens = torch.arange(2 * 12).reshape(2, 12) * 3 % model.config["vocab_size"]
     plain, merged = model.build(), model.build()
     merge(merged, adapter)
-    with torch.no_grad():
+    with torch.no_grad(), hugging_face_in_float64():
         base, expected = plain(tokens).logits, merged(tokens).logits
         wrapped: Any = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a"))
         found = wrapped(tokens).logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -15,11 +14,11 @@ from kt_runtime.adapters.tensors import (
     LARGE_BYTES,
     NICENESS,
     allocated,
-    free_elsewhere,
     free_spare,
     give_way,
     keep_spare,
     on_threads,
+    thread_pool,
 )
 
 SHAPES = {"a": torch.Size((3, 5)), "none": torch.Size((0, 4)), "b": torch.Size((2, 7, 2))}
@@ -91,21 +90,7 @@ def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> 
         thread.join(60)
     assert found["small"] == [before, before]
     assert found["large"] == [min(19, before + NICENESS)] * 2
+    for num_bytes, expected in ((0, before), (LARGE_BYTES, min(19, before + NICENESS))):
+        with thread_pool("kt-test", num_bytes) as threads:
+            assert threads.submit(niceness).result(60) == expected
     assert niceness() == before
-
-
-def test_what_is_freed_elsewhere_is_freed_by_another_thread() -> None:
-    class Large:
-        pass
-
-    ended, freed_by = threading.Event(), []
-
-    def note() -> None:
-        freed_by.append(threading.current_thread().name)
-        ended.set()
-
-    large = Large()
-    weakref.finalize(large, note)
-    free_elsewhere(large, None)
-    del large
-    assert ended.wait(60) and freed_by == ["kt-free"]

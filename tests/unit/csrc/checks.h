@@ -89,6 +89,7 @@ void test_layer(const kt::Tiles& tiles, Report& report);       // layer_test.cpp
 void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
 void test_attention(const kt::Tiles& tiles, Report& report);   // attention_test.cpp
 void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
+void test_packed(const kt::Tiles& tiles, Report& report);      // packed_test.cpp
 void test_decoder(const kt::Tiles& tiles, Report& report);     // decoder_test.cpp
 void test_step(const kt::Tiles& tiles, Report& report);        // step_test.cpp
 void test_contract(const kt::Tiles& tiles, Report& report);    // step_contract_test.cpp

@@ -28,10 +28,11 @@ constexpr struct {
   const char* name;
   void (*run)(const kt::Tiles&, kt_test::Report&);
 } kTests[] = {
-    {"float", kt_test::test_float}, {"integer", kt_test::test_integer},     {"transposed", kt_test::test_transposed},
-    {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},         {"amx", kt_test::test_amx},
-    {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention}, {"decoder", kt_test::test_decoder},
-    {"step", kt_test::test_step},   {"contract", kt_test::test_contract},   {"unpack", kt_test::test_unpack},
+    {"float", kt_test::test_float},     {"integer", kt_test::test_integer}, {"transposed", kt_test::test_transposed},
+    {"rows", kt_test::test_rows},       {"layer", kt_test::test_layer},     {"amx", kt_test::test_amx},
+    {"dense", kt_test::test_dense},     {"packed", kt_test::test_packed},   {"attention", kt_test::test_attention},
+    {"decoder", kt_test::test_decoder}, {"step", kt_test::test_step},       {"contract", kt_test::test_contract},
+    {"unpack", kt_test::test_unpack},
 };
 
 bool is_long(const char* test) {

@@ -119,6 +119,19 @@ GLM4_MOE_LITE = {
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
 }
+DEEPSEEK_V32 = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("topk_method", "scoring_func")},
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+    "index_head_dim": 6,
+    "index_n_heads": 3,
+}
+GLM_MOE_DSA = DEEPSEEK_V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "rms_norm_eps": 1e-5,
+}
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
@@ -201,7 +214,14 @@ QWEN3_NEXT = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_NOT_OF_QWEN3_5 = ("intermediate_size", "norm_topk_prob")
+QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key not in _NOT_OF_QWEN3_5} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 1]},
+}
 CONFIGS = {
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gpt_oss": GPT_OSS,
     "gpt_oss without biases of attention": GPT_OSS | {"attention_bias": False},
     "llama4": LLAMA4,
@@ -209,6 +229,9 @@ CONFIGS = {
     "qwen3_next": QWEN3_NEXT,
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm_moe_dsa": GLM_MOE_DSA,
+    "glm_moe_dsa with a shared indexer": GLM_MOE_DSA | {"indexer_types": ["full", "shared", "full"]},
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "glm4_moe": GLM4_MOE,

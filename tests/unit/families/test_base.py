@@ -63,7 +63,7 @@ def test_the_rows_of_each_sglang_tensor_are_used_once_and_without_gaps(config: d
         assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
 
 
-NOT_ADAPTED = ("lm_head", "in_proj_ba", "shared_expert_gate")
+NOT_ADAPTED = ("lm_head", "shared_expert_gate", "wq_b", "wk", "weights_proj")
 
 
 def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]) -> None:
@@ -172,6 +172,12 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("qwen3_next", "full_attention_interval", 5),
         ("qwen3_next", "layer_types", ["full_attention"] * 3),
         ("qwen3_next", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3_5_moe", "norm_topk_prob", False),
+        ("qwen3_5_moe", "is_causal", False),
+        ("qwen3_5_moe", "output_gate_type", "sigmoid"),
+        ("qwen3_5_moe", "tie_word_embeddings", True),
+        ("qwen3_5_moe", "linear_num_value_heads", 3),
+        ("qwen3_5_moe", "rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
         ("qwen3_moe", "mlp_only_layers", [0]),
         ("qwen3_moe", "decoder_sparse_step", 2),
         ("qwen3_moe", "tie_word_embeddings", True),
@@ -181,6 +187,7 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("deepseek_v3", "attention_bias", True),
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "n_shared_experts", 0),
+        ("deepseek_v3", "index_topk", 2048),
         ("deepseek_v3", "first_k_dense_replace", 3),
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
@@ -196,6 +203,20 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("glm4_moe_lite", "first_k_dense_replace", 2),
         ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("deepseek_v32", "q_lora_rank", None),
+        ("deepseek_v32", "index_topk", None),
+        ("deepseek_v32", "index_n_heads", 0),
+        ("deepseek_v32", "index_head_dim", 2),
+        ("deepseek_v32", "index_topk_freq", 4),
+        ("deepseek_v32", "indexer_types", ["full", "shared", "full"]),
+        ("deepseek_v32", "indexer_rope_interleave", True),
+        ("deepseek_v32", "rope_interleave", False),
+        ("deepseek_v32", "index_kpool", 4),
+        ("deepseek_v32", "index_k_norm_type", "rms"),
+        ("glm_moe_dsa", "indexer_rope_interleave", False),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"]),
+        ("glm_moe_dsa", "indexer_types", ["full", "half", "full"]),
+        ("glm_moe_dsa", "index_topk_pattern", "SFF"),
         ("minimax_m2", "scoring_func", "softmax"),
         ("minimax_m2", "use_routing_bias", False),
         ("minimax_m2", "use_qk_norm", False),
@@ -257,3 +278,10 @@ def test_sglang_s_name_of_gpt_oss_s_alpha_is_given_where_the_config_has_hugging_
     config = config_of("gpt_oss")
     assert family_for(config).missing_keys(config) == {}
     assert family_for(config).missing_keys(config | {"swiglu_alpha": 1.5}) == {"hidden_act_alpha": 1.5}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_of_a_config_with_some_of_the_sizes_all_that_are_missing_are_named(config_of: ConfigOf, family: str) -> None:
+    config = {key: value for key, value in config_of(family).items() if not key.startswith("linear_")}
+    with pytest.raises(InvalidValueError, match=r"5 of the 15 sizes of a qwen3_\w+ are missing: .*linear_key"):
+        family_for(config).check(config)

@@ -105,6 +105,7 @@ class FakeHost:
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
         self.slots_reserved = 0
+        self.placed: list[object] = []
         self.reserved: set[object] = set()  # and neither released nor used: a used slot is released too, without effect
         self.frontend = Wakeup()
         self.versions: dict[str, str] = {}
@@ -144,6 +145,10 @@ class FakeHost:
         self.preparing_threads.add(threading.current_thread().name)
         copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+
+    def place_adapter(self, prepared: object, slot: object) -> object:
+        self.placed.append(slot)
+        return prepared
 
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
         assert isinstance(prepared, AdapterTensors)
@@ -238,8 +243,22 @@ def further_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.fixture
 def further_lab(further_checkpoint: Path, attends_in_float32: bool) -> Lab:
-    """A twin, once for each family of `FURTHER` and way to attend."""
+    """A twin, once for each family of `FURTHER` and way to attend that it has."""
+    config = json.loads((further_checkpoint / "config.json").read_text())
+    if family_for(config).chooses_keys and not attends_in_float32:
+        pytest.skip("refused on an accelerator")
     return Lab(FakeHost(further_checkpoint, attends_in_float32=attends_in_float32))
+
+
+@pytest.fixture
+def make_further_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FakeHost]:
+    """Of a family of `FURTHER`."""
+    return lambda family: FakeHost(save_checkpoint(tmp_path_factory.mktemp("model"), FURTHER[family]))
+
+
+@pytest.fixture
+def lab_of() -> Callable[[FakeHost], Lab]:
+    return Lab
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,62 @@ def test_a_name_that_the_frontend_moves_at_once_is_answered_in_the_same_turn(
     )
     replies = run(host, inbox, tmp_path)
     assert isinstance(replies["1"], PublishReply) and list(host.names) == ["name"] and not host.moves
+
+
+def test_a_publication_takes_two_turns_however_much_time_training_owes(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The first begins to prepare the version, the second moves the name. So a stream waits for one step at most."""
+    host = make_host("deepseek_v3")
+    host.answers_at_once = True
+    lora = LoraSettings(rank=2, alpha=4.0, targets=["attention"])
+    inbox = Inbox([(CreateSession(request_id="open", session="s", lora=lora), {})])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path / "adapters")
+    )
+    resident = Resident(host, settings, inbox)
+
+    def turn() -> None:
+        resident.apply(resident.decisions())
+        resident.turn()
+
+    while not inbox.replies:
+        turn()
+    host.serving = True
+    resident.scheduler._not_before = math.inf  # no slice is planned
+    publish = Publish(request_id="publish", session="s", name="carol")
+    inbox._waiting = [Incoming(publish, {}, b"", "publish")]
+    turn()
+    ends = time.monotonic() + 60
+    while not resident._ended and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert len(inbox.replies) == 1
+    turn()
+    assert [reply.request_id for reply in inbox.replies] == ["open", "publish"]
+    assert isinstance(inbox.replies[1], PublishReply)
+    resident.close()
+
+
+def test_a_load_that_was_read_ahead_takes_one_turn(make_host: Callable[..., Any], tmp_path: Path) -> None:
+    host = make_host("deepseek_v3")
+    host.answers_at_once = True
+    write_adapter(tmp_path / "carol", random_adapter(host.config, rank=4, alpha=8.0, seed=2, only=["attention"]))
+    inbox = Inbox([])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path / "adapters")
+    )
+    resident = Resident(host, settings, inbox)
+    resident.apply(resident.decisions())
+    resident.turn()
+    request = messages.LoadAdapter(request_id="load", name="carol", path=str(tmp_path / "carol"))
+    incoming = Incoming(request, {}, b"", "load")
+    resident.arrives(incoming)
+    assert resident._workers.finish(60)
+    inbox._waiting = [incoming]
+    resident.apply(resident.decisions())
+    resident.turn()
+    assert [type(reply) for reply in inbox.replies] == [PublishReply] and not resident._ahead
+    resident.close()
 
 
 def test_requests_of_a_session_that_arrive_together_keep_their_order(

@@ -99,6 +99,30 @@ def test_sessions_take_turns_where_a_work_may_be_overtaken() -> None:
     assert recorder.log == ["x0", "x1", "y0", "x2", "x3", "y1"]
 
 
+def test_short_slices_run_without_a_plan_and_end_no_other_sessions_microbatch() -> None:
+    recorder = Recorder()
+
+    def publishes() -> Slices:
+        recorder.log.append("begins")
+        yield Pause("key", Slice("result", is_short=True))
+        recorder.log.append("ends")
+
+    recorder.submit("a", "x", [Slice("layer"), Slice("layer")])
+    recorder.scheduler.run(Plan(1), is_serving=True)  # "a" is in the middle of a microbatch
+    answers = recorder.answers.append
+    recorder.scheduler.submit(Work("b", publishes(), answers, answers, Slice("opening", is_short=True)))
+    recorder.submit("b", "y", [])
+    recorder.scheduler.run_short(is_serving=True)
+    assert recorder.log == ["x0", "begins"]
+    recorder.scheduler.run_short(is_serving=True)
+    assert recorder.log == ["x0", "begins"]
+    assert recorder.scheduler.resume("key", None)
+    recorder.scheduler.run_short(is_serving=True)
+    assert recorder.log == ["x0", "begins", "ends"] and recorder.answers == [None]
+    recorder.scheduler.run(ALL, is_serving=False)
+    assert recorder.log[-3:] == ["x1", "x2", "y0"]
+
+
 def test_an_error_ends_its_work_and_nothing_else() -> None:
     recorder = Recorder()
     error = NumericsError("the loss is nan")

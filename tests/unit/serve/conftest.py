@@ -74,7 +74,7 @@ class FakeResident:
                 for name, (version, lora_id) in self.adapters.items()
             ]
             return m.AdaptersReply(request_id=request.request_id, adapters=infos)
-        if isinstance(request, (m.LoadAdapter, m.RollbackAdapter)):
+        if isinstance(request, (m.LoadAdapter, m.FollowAdapter, m.RollbackAdapter)):
             version = f"{len(self.requests):016x}"
             self.adapters[request.name] = (version, f"id-{version}")
             self.move(request.name, version, f"id-{version}")

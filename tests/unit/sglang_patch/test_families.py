@@ -183,9 +183,12 @@ FAMILIES_IN_BF16 = (
     "olmoe",
     "glm4_moe",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "minimax_m2",
     "llama4_text",
     "qwen3_next",
+    "qwen3_5_moe_text",
     QUANTIZED,
 )
 

@@ -52,7 +52,8 @@ def test_every_call_returns_what_the_resident_answered(resident: Any, make_clien
     assert client.change_settings(train_share=0.25).train_share == 0.25
     client.close_session("s")
     sent = {type(request) for request in resident.executed}
-    assert sent == set(messages.AnyRequest.__args__) - {messages.ForgetAdapter, messages.DropAdapter}  # the frontend's
+    of_the_frontend = {messages.ForgetAdapter, messages.DropAdapter, messages.FollowAdapter}
+    assert sent == set(messages.AnyRequest.__args__) - of_the_frontend
     step = next(request for request in resident.executed if isinstance(request, messages.OptimStep))
     assert (step.beta1, step.beta2, step.max_grad_norm) == (0.9, 0.95, 1.0)
     created, forward, backward = resident.executed[1:4]

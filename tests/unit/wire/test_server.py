@@ -230,7 +230,7 @@ MALFORMED = {
         "a",
         "unknown field",
     ),
-    "wrong version": (codec.encode(GetStatus(request_id="a", version=7)), "a", "protocol version 7"),
+    "wrong version": (codec.encode(GetStatus(request_id="a", version=99)), "a", "protocol version 99"),
     "wrong dtype": ([*GOOD[:2], GOOD[2].replace(b"int32", b"int64"), *GOOD[3:]], "a", "int64"),
     "wrong length": ([*GOOD[:3], GOOD[3] + b"\0", *GOOD[4:]], "a", "9 bytes"),
     "NaN": ([*GOOD[:5], b"\xff" * 8], "a", "weights.0. is nan"),

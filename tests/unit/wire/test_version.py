@@ -9,7 +9,13 @@ import msgspec
 
 from kt_runtime.wire import codec, messages
 
-REQUESTS_OF_VERSION = {3: "434a14b8b43ed70c", 4: "5fee8e8b126e334c", 5: "85cd1b7dbaccce64", 6: "39b4387d551db9b3"}
+REQUESTS_OF_VERSION = {
+    3: "434a14b8b43ed70c",
+    4: "5fee8e8b126e334c",
+    5: "85cd1b7dbaccce64",
+    6: "39b4387d551db9b3",
+    7: "04cbc8464646085e",
+}
 """By version, the digest of all requests' fields, types and bounds. A new digest is a new version: add a line."""
 
 

@@ -305,3 +305,12 @@ def test_content_that_is_published_once_more_is_kept_as_long_as_the_table_knows_
     known = {version.hash for version in desk.table.history("a")}
     assert first.hash in known and desk.table.rollback_target("a").hash == first.hash
     assert {version.hash for version in desk.store.versions("a")} == known
+
+
+def test_with_other_servers_waiting_a_version_is_written_at_once(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DELAY_SECONDS", 3600.0)
+    desk = make_desk(at_once=True)
+    version = desk.put("bob", 1.0)
+    assert desk.persistence.flush(60) and desk.store.served("bob") == [version.hash]

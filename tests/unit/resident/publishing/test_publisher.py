@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.lora import huge_adapter, random_adapter
+from reference.lora import huge_adapter, random_adapter, write_adapter
 from reference.resident.desk import Desk
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, as_version, content_hash
-from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
-from kt_runtime.resident.publishing import persistence
-from kt_runtime.resident.publishing import publisher as publishing
+from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.resident.publishing import persistence, preparation
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training import checkpoint
@@ -185,6 +184,74 @@ def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path
     assert desk.current("carol") == desk.outcomes[0].hash
 
 
+def write_directory(desk: Desk, path: Path) -> str:
+    session = desk.lab.session(["attention"])
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=False))
+    checkpoint.write(path, snapshot, desk.lab.twin.family, desk.host, replace=False)
+    session.close()
+    return str(path)
+
+
+def load_ahead(desk: Desk, name: str, path: str, *, has_ended: bool) -> None:
+    """`has_ended`: what is read ahead, before the engine's thread knows of the load."""
+    desk.publisher.read_ahead("ahead", name, path)
+    if has_ended:
+        assert desk.ended.get(timeout=60)[0] == "ahead"
+    desk.publisher.load(name, path, desk.outcomes.append, ahead="ahead")
+
+
+def test_a_file_that_was_read_ahead_moves_its_name_without_a_further_turn(desk: Desk, tmp_path: Path) -> None:
+    path = write_directory(desk, tmp_path / "adapter")
+    load_ahead(desk, "carol", path, has_ended=True)
+    assert len(desk.host.moves) == 1 and len(desk.host.placed) == 1
+    desk.moved()
+    desk.publisher.load("dave", path, desk.outcomes.append)
+    desk.settle()
+    read_ahead, plainly = desk.outcomes
+    assert read_ahead.hash == plainly.hash and read_ahead.source == path
+    assert desk.current("carol") == desk.current("dave")
+
+
+def test_a_load_waits_for_what_is_still_read_ahead(desk: Desk, tmp_path: Path) -> None:
+    path = write_directory(desk, tmp_path / "adapter")
+    desk.publisher.read_ahead("ahead", "carol", path)
+    key, error = desk.ended.get(timeout=60)
+    real, desk.workers.has_ended = desk.workers.has_ended, lambda _: False  # type: ignore[method-assign]
+    desk.publisher.load("carol", path, desk.outcomes.append, ahead=key)
+    desk.workers.has_ended = real  # type: ignore[method-assign]
+    assert not desk.host.moves
+    desk.publisher.probe(key, error)
+    desk.moved()
+    assert desk.current("carol") == desk.outcomes[0].hash
+
+
+def test_a_large_file_is_not_read_ahead(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "SMALL_BYTES", 1)
+    load_ahead(desk, "carol", write_directory(desk, tmp_path / "adapter"), has_ended=True)
+    assert not desk.host.moves and not desk.host.placed
+    desk.settle()
+    assert desk.current("carol") == desk.outcomes[0].hash
+
+
+def test_errors_of_what_is_read_ahead_are_those_of_the_load(desk: Desk, tmp_path: Path) -> None:
+    load_ahead(desk, "carol", str(tmp_path / "nothing"), has_ended=True)
+    assert isinstance(desk.outcomes[0], NotFoundError) and "not downloaded" in str(desk.outcomes[0])
+    with pytest.raises(InvalidValueError):
+        load_ahead(desk, "no name", str(tmp_path / "nothing"), has_ended=True)
+    assert not desk.is_busy and not desk.workers._jobs and not desk.publisher._ahead
+
+
+def test_a_name_that_is_unloaded_gives_up_what_was_read_ahead(desk: Desk, tmp_path: Path) -> None:
+    path = write_directory(desk, tmp_path / "adapter")
+    desk.publish("carol", 1)
+    for key in ("first", "second"):
+        desk.publisher.read_ahead(key, "carol", path)
+        desk.publisher.load("carol", path, desk.outcomes.append, ahead=key)
+    desk.forget("carol")
+    assert [type(each) for each in desk.outcomes] == [ConflictError] * 3
+    assert desk.workers.finish(60) and not desk.workers._jobs and not desk.publisher._ahead
+
+
 def test_names_are_served_again_after_a_restart_and_forgotten_ones_are_not(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk()
     for name, seed in (("bob", 1), ("bob", 2), ("alice", 3)):
@@ -321,14 +388,14 @@ def test_two_directories_that_hang_hold_up_no_other_name(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A dead network mount: whoever reads there never comes back. Its client is told, and the name is free again."""
-    gate, check, now = threading.Event(), publishing.check_is_adapter, [100.0]
+    gate, check, now = threading.Event(), preparation.check_is_adapter, [100.0]
 
     def hangs(path: Path) -> None:
         if "dead" in str(path):
             assert gate.wait(60)
         check(path)
 
-    monkeypatch.setattr(publishing, "check_is_adapter", hangs)  # the first look at the path
+    monkeypatch.setattr(preparation, "check_is_adapter", hangs)  # the first look at the path
     monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
     outcomes: dict[str, Any] = {}
     for name in ("one", "two"):
@@ -498,3 +565,28 @@ def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(
     desk.written()
     assert [version.stored for version in desk.info("bob").versions] == [True, True]
     assert desk.publisher.unstored() == []
+
+
+def test_a_version_of_another_server_moves_the_name_and_leaves_its_owner(desk: Desk, tmp_path: Path) -> None:
+    session = desk.session("trainer")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
+    write_adapter(tmp_path / "pulled", adapter)
+    desk.publisher.follow("bob", str(tmp_path / "pulled"), content_hash(adapter), "of two", desk.outcomes.append)
+    desk.settle()
+    assert desk.outcomes[-1].hash == desk.current("bob") == content_hash(adapter)
+    info = desk.info("bob")
+    assert (info.owner, info.versions[0].source) == ("trainer", "of two")
+    desk.publish("bob", 3, session=session)  # without take_over
+    desk.settle()
+    assert isinstance(desk.outcomes[-1], AdapterVersion) and desk.current("bob") == desk.outcomes[-1].hash
+
+
+def test_a_version_with_another_hash_is_not_served(desk: Desk, tmp_path: Path) -> None:
+    adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
+    write_adapter(tmp_path / "pulled", adapter)
+    desk.publisher.follow("bob", str(tmp_path / "pulled"), "0" * 64, "of two", desk.outcomes.append)
+    desk.settle()
+    assert isinstance(desk.outcomes[-1], AdapterError) and content_hash(adapter) in str(desk.outcomes[-1])
+    assert desk.host.names == {} and not desk.host.installed

@@ -140,3 +140,28 @@ def test_the_schedulers_own_cuts_change_no_bit(make_lab: Any, make_batch: Any) -
         assert result.loss == expected[0].loss and torch.equal(result.logprobs, expected[0].logprobs)
         assert all(torch.equal(value, session.gradient[name]) for name, value in expected[1]["gradient"].items())
         assert scheduler.parts_run > 0 or seconds == 1.0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_cut_layers_choose_the_keys_of_uncut_ones(
+    family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any
+) -> None:
+    """Also where layers share an indexer, and a cut gives them the choice of some rows at a time."""
+    expected, values, _ = computed(lab_of(make_further_host(family)), batch, lambda _: None)
+    for cut in (least, anyhow(1)):
+        found, again, _ = computed(lab_of(make_further_host(family)), batch, cut)
+        assert torch.equal(found.logprobs, expected.logprobs) and found.loss == expected.loss
+        for kind, tensors in values.items():
+            assert all(torch.equal(again[kind][name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_with_dropout_keys_and_values_of_each_head_are_those_of_the_same_choice(
+    family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any
+) -> None:
+    """Dropout on kv_b_proj's input needs keys and values for each head. So rare a dropout drops nothing here."""
+    lab = lab_of(make_further_host(family))
+    expected = lab.forward(lab.session(), batch)
+    session = lab.session(dropout=1e-9)
+    found = lab.forward_backward(session, batch)
+    assert session.gradient and found.loss == pytest.approx(expected.loss, rel=1e-6)

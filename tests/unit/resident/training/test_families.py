@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.delta_net import hugging_face_in_float64
+from reference.delta_net import hugging_face_in_float64, without_float32
 
 from kt_runtime.families import EXPERTS
 from kt_runtime.resident.twin.batches import TrainingBatch
@@ -21,7 +21,7 @@ def gradients(lab: Any, batch: TrainingBatch) -> tuple[Any, dict[str, torch.Tens
     values = {name: parameter.detach().double().requires_grad_() for name, parameter in session.parameters.items()}
     exact = copy.deepcopy(lab.host.hf).double()
     exact.config._experts_implementation = "eager"  # the others have no float64
-    with hugging_face_in_float64():
+    with hugging_face_in_float64(), without_float32():
         loss = lab.plain_loss(session, values, batch, exact)
     found = lab.forward_backward(session, batch)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)

@@ -118,3 +118,15 @@ def test_a_stalled_engine_is_red_at_once_also_for_those_who_ask_already() -> Non
         assert await ask(health) == (200, b"")
 
     run(test)
+
+
+def test_a_server_that_catches_up_is_healthy_but_not_ready() -> None:
+    async def test() -> None:
+        model, is_behind = Model(), True
+        model.answers.set()
+        health = SharedHealth(model, catching_up=lambda: is_behind)
+        assert (await ask(health, "/ready"))[0] == 503 and (await ask(health))[0] == 200
+        is_behind = False
+        assert (await ask(health, "/ready"))[0] == 200
+
+    asyncio.run(test())

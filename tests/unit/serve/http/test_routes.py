@@ -29,7 +29,7 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import adapters as adapters_module
 from kt_runtime.serve.http.adapters import Adapters, drop_adapter
 from kt_runtime.serve.http.names import NamesServer
-from kt_runtime.serve.http.routes import adapter_routes, settings_routes
+from kt_runtime.serve.http.routes import adapter_routes, registry_routes, settings_routes
 from kt_runtime.serve.http.settings import RunningSettings
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec, error_reply
@@ -53,6 +53,7 @@ async def frontend(resident: Any, directory: Path) -> AsyncIterator[Frontend]:
         app = FastAPI()
         app.include_router(adapter_routes(adapters))
         app.include_router(settings_routes(RunningSettings(calls)))
+        app.include_router(registry_routes(adapters))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Frontend(http=http, registry=registry, adapters=adapters)
@@ -304,5 +305,44 @@ def test_settings_are_shown_and_changed_and_a_bad_one_changes_nothing(resident: 
                 refused = await front.http.patch("/kt/settings", json=body)
                 assert refused.status_code == status and message in refused.json()["error"]["message"]
             assert (await front.http.get("/kt/settings")).json() == answer.json()
+
+    asyncio.run(scenario())
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str | None]] = []
+
+    def moved(self, name: str, version: str) -> None:
+        self.told.append((name, version))
+
+    def removed(self, name: str) -> None:
+        self.told.append((name, None))
+
+
+def test_the_registry_is_shown_if_there_is_one(resident: Any, private_directory: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            refused = await front.http.get("/kt/registry")
+            assert refused.status_code == 409 and "--registry DIR|URL" in refused.json()["error"]["message"]
+            assert (await front.http.get("/kt/status")).json()["registry"] is None
+            front.adapters.registry = lambda: {"place": "/srv/registry", "names": []}
+            assert (await front.http.get("/kt/registry")).json() == {"place": "/srv/registry", "names": []}
+            assert (await front.http.get("/kt/status")).json()["registry"]["place"] == "/srv/registry"
+
+    asyncio.run(scenario())
+
+
+def test_a_watcher_is_told_of_every_name_that_moves_or_goes(resident: Any, private_directory: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            watcher = front.adapters._names.watcher = Watcher()
+            body = {"name": "a", "path": str(private_directory)}
+            version = (await front.http.post("/kt/adapters", json=body)).json()["version"]
+            other = (await front.adapters.follow("a", str(private_directory), "ab" * 32, "of two"))["version"]
+            await front.http.delete("/kt/adapters/a")
+            assert watcher.told == [("a", version), ("a", other), ("a", None)]
+            (followed,) = resident.received(m.FollowAdapter)
+            assert (followed.adapter_version, followed.source) == ("ab" * 32, "of two")
 
     asyncio.run(scenario())

@@ -174,6 +174,10 @@ def test_states_of_linear_attention_are_counted_for_each_slot_and_keys_for_the_l
     plan = plan_memory(config, ServingShape(state_slots=128))
     of_one = 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
     assert row(plan, "states of linear attention") == 129 * of_one
+    smaller = load_preset("Qwen3.5-35B-A3B").config
+    assert cached_numbers_per_token(smaller) == 10 * 2 * 2 * 256
+    plan = plan_memory(smaller, ServingShape(state_slots=64))
+    assert row(plan, "states of linear attention") == 65 * 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
     need = next(need for need in plan.needs if need.what == "states of linear attention")
     assert need.lower == ("--max-running-requests",)
     assert not any(need.what == "states of linear attention" for need in plan_memory(QWEN, ServingShape()).needs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kt_runtime.errors import CheckpointError
 from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.families import naming
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cpu.weights import dense_tensors
 
@@ -68,7 +69,7 @@ def test_an_expert_that_is_missing_in_one_layer_is_named_as_in_the_files(tmp_pat
 
     edit(written, drop)
     told = refusal(written)
-    assert len(dropped) == 1 and f"the weights lack {dropped[0].removeprefix('language_model.')}" in told
+    assert len(dropped) == 1 and f"the weights lack {naming.without_wrapper(dropped[0])}" in told
 
 
 def in_bf16(pattern: str) -> Edit:

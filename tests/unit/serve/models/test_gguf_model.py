@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import pytest
@@ -18,7 +18,9 @@ from kt_runtime.bench.serve.gguf_model import write_gguf_model
 from kt_runtime.errors import CheckpointError, InvalidValueError, NotFoundError
 from kt_runtime.families import family_for
 from kt_runtime.families.gguf import config_of as config_from_keys
+from kt_runtime.families.gguf import packed_bytes, packed_tensors
 from kt_runtime.families.quantization import quantization_of
+from kt_runtime.serve.memory.plan import ServingShape, plan_memory
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint
 from kt_runtime.serve.models.gguf_model import gguf_directory
 from kt_runtime.serve.models.make_model import make_model
@@ -142,6 +144,38 @@ def test_experts_of_mixed_types_are_planned_for_by_their_bytes(tmp_path: Path) -
     assert held.name == "int4k_g32+int6k_g16"
     block = 64 + 256 * 8 + 2 * (8 * 16) + 2 * 64, 64 + 256 * 12 + 16 * 16 + 64
     assert held.packed_bytes(256, 256) == -(-16 * (2 * block[0] + block[1]) // 3)
+
+
+def test_linear_layers_stay_quantized_where_all_their_tensors_can(tmp_path: Path) -> None:
+    model = make_model("tiny-qwen3-moe", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    types = {"blk.0.attn_k.": "Q8_0", "blk.1.attn_q.": "Q5_0", "blk.1.attn_k.": "Q8_0", "blk.1.attn_v.": "Q4_0"}
+    requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {**types, "attn_output.": "Q8_0", "output.": "MXFP4"})
+    config = config_of(gguf_directory(tmp_path / "m.gguf"))
+    layer = "model.layers.1.self_attn"
+    wanted = {
+        f"{layer}.q_proj": "Q5_0",
+        f"{layer}.k_proj": "Q8_0",
+        f"{layer}.v_proj": "Q4_0",
+        f"{layer}.o_proj": "Q8_0",
+    }
+    wanted |= {f"model.layers.{other}.self_attn.o_proj": "Q8_0" for other in (0, 2)} | {"lm_head": "MXFP4"}
+    assert packed_tensors(config) == {f"{name}.weight": kind for name, kind in wanted.items()}
+
+    def dense_bytes(config: dict[str, Any], device: Literal["cpu", "gpu"]) -> int:
+        needs = plan_memory(config, ServingShape(device)).needs
+        return next(need.size_bytes for need in needs if need.what == "attention and dense weights")
+
+    whole = dense_bytes({**config, "quantization_config": {**config["quantization_config"], "dense": {}}}, "cpu")
+    shapes = {source.name: source.shape for source in family_for(config).twin_sources(config)}
+    saved = sum(
+        2 * rows * cols - packed_bytes(kind, rows, cols)
+        for (rows, cols), kind in ((shapes[name], kind) for name, kind in packed_tensors(config).items())
+    )
+    assert dense_bytes(config, "cpu") == whole - saved < whole == dense_bytes(config, "gpu")
+    config["quantization_config"]["dense"]["lm_head.weight"] = "Q2_K"
+    with pytest.raises(CheckpointError, match=r"'dense' is .*; expected an object of Q8_0, Q4_0"):
+        quantization_of(config)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 PUBLISHED = {
     "DeepSeek-V3-bf16": (671, 37),
     "DeepSeek-V3": (671, 37),
+    "DeepSeek-V3.2": (671, 37),
+    "GLM-5": (744, 40),
+    "GLM-5.2": (744, 40),
     "DeepSeek-V2-Lite": (15.7, 2.4),
     "Kimi-K2": (1026, 32),
     "Kimi-K2-Thinking": (1026, 32),
@@ -27,6 +30,9 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # the page rounds to 3, without embedding and head
+    "Qwen3.5-35B-A3B": (34.7, 3.5),
+    "Qwen3.5-122B-A10B": (122, 10.7),
+    "Qwen3.5-397B-A17B": (396.3, 17.5),
 }
 
 

@@ -108,6 +108,7 @@ def test_a_reference_to_a_snapshot_that_is_gone_is_not_found(places: Path) -> No
         ("Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2"),
         ("Mixtral-8x22B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1", "Mixtral-8x7B"),
         ("OLMoE-1B-7B-0125-SFT", "allenai/OLMoE-1B-7B-0125-SFT", "OLMoE-1B-7B"),
+        ("DeepSeek-V3.2-Speciale", "deepseek-ai/DeepSeek-V3.2-Speciale", "DeepSeek-V3.2"),
         ("GLM-4.6", "zai-org/GLM-4.6", "GLM-4.5"),
         ("GLM-4.5-Air-Base", "zai-org/GLM-4.5-Air-Base", "GLM-4.5-Air"),
     ],
@@ -123,7 +124,7 @@ def test_a_model_of_a_presets_architecture_is_told_so_with_its_download(
     assert f"`hf download {hub_id}`, which puts it into {lands}, and pass --model {hub_id}" in message
 
 
-@pytest.mark.parametrize("text", ["GLM-4.5V", "MiniMaxAI/MiniMax-M3", "DeepSeek-V3.2-Exp", "Qwen3-32B"])
+@pytest.mark.parametrize("text", ["GLM-4.5V", "MiniMaxAI/MiniMax-M3", "DeepSeek-V4-Flash", "Qwen3-32B"])
 def test_a_model_of_an_architecture_that_is_not_served_gets_no_download(places: Path, text: str) -> None:
     with pytest.raises(NotFoundError, match=r"is (a dense model|of the architecture \w+), which kt-runtime") as caught:
         resolve_model(text)

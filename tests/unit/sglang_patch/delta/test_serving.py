@@ -1,7 +1,9 @@
-"""Qwen3-Next in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change a bit."""
+"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change
+a bit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +18,19 @@ from reference.resident.scheduler import Engine, engine
 from kt_runtime.serve.models.make_model import make_model
 
 LENGTHS = (3, 40, 64, 150, 333)
+LONG = 4096
 
 
-@pytest.fixture(scope="module")
-def served(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["tiny-qwen3-next", "tiny-qwen3-5-moe-text"])
+def served(
+    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     directory = tmp_path_factory.mktemp("model") / "m"
-    make_model("tiny-qwen3-next", directory, seed=3)
-    options = ("--dtype", "bfloat16", "--max-total-tokens", "8192", "--max-running-requests", "16")
-    with engine(directory, *options, "--max-mamba-cache-size", "64") as started:
+    make_model(request.param, directory, seed=3)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * LONG}))
+    options = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "16")
+    with engine(directory, *options, "--max-mamba-cache-size", "64", "--max-loras-per-batch", "5") as started:
         yield started
 
 
@@ -61,19 +68,32 @@ def test_chunks_and_other_streams_change_no_bit(served: Engine, alone: dict[str,
         assert answers(served, {f"r{length}": prompt(length, length % 100) for length in LENGTHS}) == alone
 
 
+def test_a_prompt_of_4096_tokens_has_the_same_bits_in_chunks_of_any_size(served: Engine) -> None:
+    found = {}
+    for chunk in (LONG, 1024, 100, 64):
+        with (
+            mock.patch.object(served.scheduler, "chunked_prefill_size", chunk),
+            mock.patch.object(served.scheduler, "run_batch", wraps=served.scheduler.run_batch) as batches,
+        ):
+            found[chunk] = answers(served, {"long": prompt(LONG, 11)})["long"]
+        assert batches.call_count == -(-LONG // chunk) + served.new_tokens - 1
+        assert len(found[chunk][2]) == LONG - 1
+    assert all(answer == found[LONG] for answer in found.values())
+
+
 def test_sixteen_streams_with_adapters_are_each_alone(served: Engine) -> None:
     adapters = {
-        name: lora.random_adapter(served.config, rank=4, alpha=6.0, seed=seed) for seed, name in enumerate("abc")
+        name: lora.random_adapter(served.config, rank=4, alpha=6.0, seed=seed) for seed, name in enumerate("abcd")
     }
-    names = ["a", "b", "c", None]
-    requests = {f"s{number}": prompt(20 + 3 * (number // 4), 5) for number in range(16)}
-    chosen = {rid: name for number, rid in enumerate(requests) if (name := names[number % 4]) is not None}
+    names = ["a", "b", "c", "d", None]
+    requests = {f"s{number}": prompt(20 + 3 * (number // 5), 5) for number in range(16)}
+    chosen = {rid: name for number, rid in enumerate(requests) if (name := names[number % 5]) is not None}
     with installed(served, **adapters):
         together = answers(served, requests, chosen)
         for rid, tokens in requests.items():
             lone = answers(served, {rid: tokens}, {rid: chosen[rid]} if rid in chosen else {})
             assert lone[rid] == together[rid]
-    assert len({tuple(together[f"s{number}"][1]) for number in range(4)}) == 4  # one prompt, four models
+    assert len({tuple(together[f"s{number}"][1]) for number in range(5)}) == 5  # one prompt, five models
 
 
 def test_cached_prefixes_and_branches_change_no_bit(served: Engine) -> None:

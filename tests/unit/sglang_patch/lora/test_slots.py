@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,25 @@ def test_a_filled_slot_has_what_sglangs_load_would_have_put_there(
     drop_adapter(manager, "beside")
     assert "beside" not in manager.memory_pool.uid_to_buffer_id
     assert slots.reserve(manager) is not None
+
+
+def test_a_slot_that_is_filled_at_once_has_the_same(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(manager)
+    publish(served, manager, "on threads", adapter)
+    slot = slots.reserve(manager)
+    assert slot is not None
+    prepared = prepare_adapter(manager, served.config, "name", adapter)
+    pool_module._written(manager.memory_pool)[slot.index] = slots.RELEASED_BYTES + (1 << 30)
+    assert not slot.fill_at_once(prepared.adapter)  # pages to give back: not on the engine's thread
+    pool_module._written(manager.memory_pool).clear()
+    assert slot.fill_at_once(prepared.adapter)
+    install_prepared(manager, "at once", "name", "content", replace(prepared, slot=slot))
+    for one, other in zip(content(manager, "on threads"), content(manager, "at once"), strict=True):
+        assert torch.equal(one, other)
+    monkeypatch.setattr(pool_module, "fill_slot", lambda *arguments: pytest.fail("copied again"))
+    manager.fetch_new_loras({"at once", None})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

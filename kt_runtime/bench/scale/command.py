@@ -1,0 +1,38 @@
+"""`kt-runtime bench scale`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from kt_runtime.bench.measuring import Say, measures
+
+
+@click.command(name="scale")
+@click.option("--model", default="tiny-qwen3-moe", show_default=True, help="A preset that can be made, or a directory.")
+@click.option("--layers", type=int, help="Fewer layers than the preset has.")
+@click.option("--replicas", default=3, show_default=True, help="Servers of one registry, all on this machine.")
+@click.option("--size", default="10MB", show_default=True, help="Of the adapters that are published.")
+@click.option("--rounds", default=5, show_default=True, help="Publications that count.")
+@click.option("--streams", default=0, show_default=True, help="Of each replica, that use the name meanwhile.")
+@click.option("--dtype", help="The servers': bfloat16 or float32. [default: the faster one here]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@measures
+def scale(say: Say, as_json: bool, **options: Any) -> None:
+    """Time from a publication on one server to the first token of the last replica of its registry.
+
+    \b
+    Progress goes to stderr.
+    What is measured and how: docs/scale.md.
+    """
+    from kt_runtime.bench.scale.plan import Plan
+    from kt_runtime.bench.scale.report import print_report
+    from kt_runtime.bench.scale.run import run
+
+    result = run(Plan(**options), say)
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        print_report(result)

@@ -1,0 +1,35 @@
+"""The result as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+NARROW = 110  # columns, if the output is no terminal
+
+
+def print_report(result: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, NARROW))
+    facts = result["scale"]
+    table = Table(
+        "round",
+        *(
+            Column(heading, justify="right")
+            for heading in ("published, ms", "first token here, ms", "last replica, ms")
+        ),
+        title=f"{facts['adapter_bytes'] / 1e6:.0f} MB to {facts['replicas']} replicas of {facts['model']}",
+    )
+    for number, row in enumerate(result["rounds"], 1):
+        times = row["first_token_ms"]
+        table.add_row(str(number), *(f"{each:.0f}" for each in (row["publish_ms"], times[0], max(times))))
+    console.print(table)
+    console.print(
+        f"Last replica's first token: median {result['last_first_token_ms']:.0f} ms, longest "
+        f"{result['worst_last_first_token_ms']:.0f} ms; the bar is {result['bar_ms']:.0f} ms. "
+        f"{result['requests_failed']} of {result['requests']} requests failed.",
+        highlight=False,
+    )

@@ -1,0 +1,70 @@
+"""`kt-runtime status`: a running server, and the replicas of its registry."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+
+SHOWN = 16
+"""Characters of a hash."""
+NARROW = 120  # columns, if the output is no terminal
+SLOW_SECONDS = 5.0
+
+
+@click.command(name="status")
+@server_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: GET /kt/status.")
+def command(url: str | None, api_key: str | None, as_json: bool) -> None:
+    """Show a running server, and with --registry on which replicas each adapter's name has moved."""
+    status = ServerAPI(server_url(url), api_key).get("/kt/status")
+    if as_json:
+        click.echo(json.dumps(status, indent=2))
+        return
+    click.echo(
+        f"{status['model']} ({status['model_directory']}) on {status['device']}, {status['dtype']}; kt-runtime "
+        f"{status['runtime_version']}, SGLang {status['sglang_version']}"
+    )
+    click.echo(
+        f"{status['requests_in_flight']} requests, {len(status['sessions'])} training sessions, "
+        f"{len(status['adapters'])} adapters; weights {status['fingerprint'][:SHOWN] or 'not hashed yet'}"
+    )
+    if status.get("registry") is not None:
+        _show_registry(status["registry"])
+
+
+def _show_registry(registry: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, NARROW))
+    click.echo(f"registry {registry['place']}, this server is {registry['replica']}")
+    if registry["problem"] is not None:
+        click.echo(f"registry: {registry['problem']}")
+    if registry["waiting_s"] > SLOW_SECONDS:
+        click.echo(f"registry: has not answered for {registry['waiting_s']:.0f} s")
+    replicas = Table("replica", "server", "names behind", "last sign", "its clock")
+    for each in registry["replicas"]:
+        name = f"{each['replica']}{' (this)' if each['is_this'] else ''}"
+        offset = f"{each['clock_offset_s']:+.1f} s"
+        replicas.add_row(name, each["url"], str(each["behind"]), f"{each['silent_s']:.0f} s ago", offset)
+    console.print(replicas)
+    names = Table("adapter", "revision", "version", "published by", "not moved on")
+    for each in registry["names"]:
+        version = "unloaded" if each["version"] is None else each["version"][:SHOWN]
+        names.add_row(each["name"], str(each["revision"]), version, each["published_by"], _not_moved(each))
+    console.print(names)
+
+
+def _not_moved(name: dict[str, Any]) -> str:
+    lines = [
+        f"{each['replica']} (at revision {each['revision']}): {each['problem'] or 'on its way'}"
+        for each in name["not_moved"]
+    ]
+    if name["is_unpublished"]:
+        lines.append(f"this server's change is not in the registry: {name['problem'] or 'on its way'}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Matrices of linear layers that stay quantized in memory."""

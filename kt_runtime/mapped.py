@@ -1,0 +1,78 @@
+"""Large memory from the system that is given back without a stall of other threads.
+
+While the system frees pages it holds a lock of the whole process, a fifth of a second per gigabyte: any other thread
+that maps or unmaps memory then waits, and where the interpreter's lock is held too (mmap(2)'s Python module, a tensor's
+end), so does every thread that computes in Python. So pages are given back in pieces, outside of the interpreter's
+lock, on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+PIECE_BYTES = 2 << 20
+"""Of memory that is given back at once: half a millisecond."""
+
+
+def mapped(num_bytes: int) -> mmap.mmap:
+    """Zeros; the system commits a page when it is first written. `num_bytes` is at least 1."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def array_of(memory: mmap.mmap, ended: Callable[[mmap.mmap], object] | None = None) -> np.ndarray:
+    """uint8 [bytes], in place. `ended` gets the memory after the array and all of its views, on any thread; without it
+    the memory is freed then."""
+    _to_free()  # the thread starts here: `ended` may be called at any moment
+    array = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, ended or free_elsewhere, memory).atexit = False
+    return array
+
+
+def give_pages_back(memory: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
+    """Of the whole pages among the bytes from `begin` to `end`; their contents are zeros from then on."""
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = len(memory) if end is None else end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last:
+        return
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for piece in range(first, last, PIECE_BYTES):
+        size = min(PIECE_BYTES, last - piece)
+        _madvise()(ctypes.c_void_p(start + piece), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def free_elsewhere(*objects: Any) -> None:
+    """Drops these references on another thread, and gives the pages of mapped memory back before. The caller must keep
+    none."""
+    _to_free().put(objects)
+
+
+@cache
+def _madvise() -> Any:
+    return ctypes.CDLL(None, use_errno=True).madvise  # without the interpreter's lock, unlike mmap.madvise
+
+
+@cache
+def _to_free() -> queue.SimpleQueue[tuple[Any, ...]]:
+    waiting: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()  # its `put` may interrupt another one
+
+    def free() -> None:
+        while True:
+            _free(waiting.get())
+
+    threading.Thread(target=free, name="kt-free", daemon=True).start()
+    return waiting
+
+
+def _free(objects: tuple[Any, ...]) -> None:
+    for each in objects:
+        if isinstance(each, mmap.mmap):
+            give_pages_back(each)
