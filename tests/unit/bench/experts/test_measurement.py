@@ -75,9 +75,23 @@ LIMITS = Limits("x", 1, dram_bytes_per_s=100.0, bf16_flops=100.0, int8_ops=100.0
 
 def row_of(timing: Timing, operations: float, reuse_bytes: int = 0) -> Row:
     work = training_work(4.0, operations, "bf16", recomputed=False)  # 8 bytes, twice the operations
-    strings = {"shape": "s", "format": "f", "weight_format": "w", "isa": "x", "op": "forward"}
-    counts = {"experts": 1, "threads": 1, "tokens": 1, "touched_experts": 1, "resident_bytes": 1, "weight_bytes": 1}
-    return Row(**strings, **counts, timing=timing, work=work, rel_error=0.0, reuse_bytes=reuse_bytes)
+    return Row(
+        shape="s",
+        experts=1,
+        format="f",
+        weight_format="w",
+        isa="x",
+        threads=1,
+        tokens=1,
+        op="forward",
+        timing=timing,
+        work=work,
+        touched_experts=1,
+        rel_error=0.0,
+        reuse_bytes=reuse_bytes,
+        resident_bytes=1,
+        weight_bytes=1,
+    )
 
 
 def test_a_row_bound_by_memory_is_held_against_its_own_reads() -> None:
