@@ -242,4 +242,21 @@ def load_layer(
     """
 
 def measure_peak(isa: str, operation: str, num_threads: int, passes: int = 60) -> float: ...
-def measure_read(isa: str, num_threads: int, bytes: int, passes: int = 24) -> float: ...
+
+class MemoryReader:
+    """Reads a quarter of `bytes` of memory at a time, on the pool's threads."""
+
+    def __init__(self, bytes: int) -> None: ...
+    def rate(self, isa: str, num_threads: int) -> float:
+        """Bytes per second of the next quarter."""
+    @property
+    def bytes_at_once(self) -> int: ...
+
+def take_engine_seconds() -> float:
+    """What this thread's calls on experts took since it was last asked, without Python and checks of arguments."""
+
+class WorkersAwake:
+    """While it is entered, the pool's workers spin between jobs, as in a step."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <utility>
 #include <vector>
 
 #include "base/bf16.h"
@@ -101,12 +103,18 @@ std::vector<NamedView> views_of(const RoutedCall& call) {
   return views;
 }
 
+// What calls on experts took since `take_engine_seconds`, without Python and their arguments; by calling thread.
+thread_local double engine_seconds = 0;
+
 template <class Call>
 void run(Call&& call) {
+  using Clock = std::chrono::steady_clock;
   Status status;
   {
     py::gil_scoped_release release;
+    const auto start = Clock::now();
     status = call();
+    engine_seconds += std::chrono::duration<double>(Clock::now() - start).count();
   }
   check(status);
 }
@@ -246,6 +254,7 @@ std::vector<int64_t> NativeLayer::node_bytes() const {
 }
 
 void bind_layer(py::module_& module) {
+  module.def("take_engine_seconds", [] { return std::exchange(engine_seconds, 0.0); });
   py::class_<Retained, std::shared_ptr<Retained>>(module, "Retained").def_property_readonly("bytes", &Retained::bytes);
   py::class_<PieceBytes>(module, "PieceBytes", py::buffer_protocol()).def_buffer([](const PieceBytes& piece) {
     return py::buffer_info(const_cast<uint8_t*>(piece.data), 1, "B", 1, {piece.bytes}, {1}, true);

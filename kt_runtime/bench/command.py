@@ -45,14 +45,15 @@ command.add_command(scale)
     "--format",
     "formats",
     multiple=True,
-    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128, fp8_channel, nvfp4, mxfp8; "
-    "GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, q5_k, q6_k, iq4_nl, iq4_xs. [default: bf16, fp8, int8, int4]",
+    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128, int8_channel, fp8_channel, nvfp4, "
+    "mxfp8; GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, q5_k, q6_k, iq4_nl, iq4_xs. [default: bf16, fp8, int8, int4]",
 )
 @click.option(
     "--isa",
     "isas",
     multiple=True,
-    help="Kernels: amx, avx512, avx512_vnni, avx512_base, avx2, portable. [default: the best here]",
+    help="Kernels: amx, avx512, avx512_vnni, avx512_base (AVX-512 without a bf16 dot product, with VNNI and without), "
+    "avx2, portable. [default: the best here]",
 )
 @click.option("--threads", type=int, multiple=True, help="[default: 1 and all]")
 @click.option("--tokens", type=int, multiple=True, help="In a batch. [default: 1, 4, 16, 64, 512]")
@@ -66,10 +67,10 @@ command.add_command(scale)
 @click.option("--experts", "num_experts", type=int, help="Fewer experts than the shape has, so that it fits.")
 @click.option(
     "--activation",
-    default="silu",
-    show_default=True,
+    "activations",
+    multiple=True,
     help="silu, silu_clamped, swigluoai (with biases), gelu, gelu_pytorch_tanh, relu2 (without a gate)."
-    " Peers compute silu only.",
+    " Peers are measured only with silu alone. [default: silu]",
 )
 @click.option(
     "--peer",
@@ -91,7 +92,7 @@ def experts(
     tokens: tuple[int, ...],
     ops: tuple[str, ...],
     num_experts: int | None,
-    activation: str,
+    activations: tuple[str, ...],
     peer: Path | None,
     with_torch: bool,
     runs: int,
@@ -117,7 +118,7 @@ def experts(
         tokens=tokens,
         ops=ops,
         num_experts=num_experts,
-        activation=activation,
+        activations=activations,
         peer=peer,
         with_torch=with_torch,
         patience=Patience(runs, seconds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from kt_runtime import _experts
@@ -55,15 +56,35 @@ def placement_refusal(*, probe: bool = False) -> str | None:
     )
 
 
-def read_rate(isa: str, num_threads: int, buffer_bytes: int) -> float:
-    """Bytes per second that all threads together read from a buffer; the best of many passes. Takes at most a second.
+class MemoryReader:
+    """Measures how fast the engine's threads read memory now, again and again.
 
-    The buffer must be much larger than the caches: each pass reads an eighth of it. InvalidValueError if it is too
-    small; UnknownNameError for an instruction set that is not available.
+    A buffer of `buffer_bytes` is read a quarter at a time, `bytes_at_once`. A cache smaller than three quarters holds
+    nothing of the part that is read, and one smaller than a quarter nothing that was read before a pass.
+    InvalidValueError if the buffer is too small.
     """
-    isa = resolve_isa(isa)
-    with translated_errors():
-        return _experts.measure_read(isa, num_threads, buffer_bytes)
+
+    def __init__(self, buffer_bytes: int) -> None:
+        with translated_errors():
+            self._native = _experts.MemoryReader(buffer_bytes)
+        self.bytes_at_once: int = self._native.bytes_at_once
+
+    def rate(self, isa: str, num_threads: int) -> float:
+        """Bytes per second of the next quarter, with the widest loads of `isa`. UnknownNameError for one that is not
+        available."""
+        isa = resolve_isa(isa)
+        with translated_errors():
+            return self._native.rate(isa, num_threads)
+
+
+def take_engine_seconds() -> float:
+    """Seconds of this thread's calls on experts since it was last asked, without Python and the checks of arguments."""
+    return _experts.take_engine_seconds()
+
+
+def workers_awake() -> AbstractContextManager[None]:
+    """Within it, the engine's threads spin between calls instead of sleeping: as between the layers of a step."""
+    return _experts.WorkersAwake()
 
 
 def peak_rate(isa: str, operation: str, num_threads: int) -> float:

@@ -299,6 +299,7 @@ inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlo
 }
 
 struct Avx2 {
+  using Ahead = IntoL2;
   static constexpr int kMaxRows = 4, kMaxBlocks = 1, kFewRows = 4;
   static constexpr int64_t kChunkBytes = 16384;
   static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }

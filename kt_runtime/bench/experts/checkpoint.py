@@ -82,7 +82,7 @@ def _encoder(encoding: str, how: Encoding) -> Callable[[Tensor], Named]:
 
 
 def _compressed(matrix: Tensor, how: Encoding) -> Named:
-    codes, scales, zeros = to_integers(matrix, how.bits, how.group, how.zero_points)
+    codes, scales, zeros = to_integers(matrix, how.bits, how.group or matrix.shape[1], how.zero_points)
     if how.bits == 8:
         return {"weight": codes, "weight_scale": scales}
     tensors = {"weight_packed": pack_words(codes, how.bits), "weight_scale": scales}
@@ -100,8 +100,8 @@ def _quantization_config(encoding: str, how: Encoding) -> dict[str, Any] | None:
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
     if encoding in small_floats.ENCODERS:
         return small_floats.quantization_config(encoding)
-    weights = {"num_bits": how.bits, "type": "int", "strategy": "group", "group_size": how.group}
-    weights["symmetric"] = not how.zero_points
+    weights: dict[str, Any] = {"num_bits": how.bits, "type": "int", "symmetric": not how.zero_points}
+    weights |= {"strategy": "group", "group_size": how.group} if how.group else {"strategy": "channel"}
     layout = "pack-quantized" if how.bits == 4 else "int-quantized"
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}

@@ -3,6 +3,8 @@
 limit_ratio of a row = time at the limits / measured time. Time at the limits is the longer of
   bytes of the experts that the batch touches / DRAM read bandwidth
   operations / peak of the multiply instruction of the format's path, two operations for a multiply-add.
+
+The read bandwidth of rented machines changes within seconds. So the bandwidth of a row is measured between its calls.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kt_runtime.experts import machine
+from kt_runtime.serve.memory.machine import available_cpu_bytes
 
-READ_BUFFER_BYTES = 512 << 20
+LEAST_READ_BUFFER_BYTES = 512 << 20
 LARGEST_READ_BUFFER_BYTES = 4 << 30
+READ_PASSES = 24
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
+DRAM = "dram"
 # In units of forward's operations. Backward multiplies the gradients of gate, up and down by their matrices, as many
 # operations as forward. Recomputing activations that were not retained costs gate and up once more.
 BACKWARD = 1.0
@@ -51,7 +56,7 @@ class Work:
         seconds = {path: count / limits.peak(path) for path, count in self.operations.items()}
         reading = self.weight_bytes / limits.dram_bytes_per_s
         if reading >= sum(seconds.values()):
-            return reading, "dram"
+            return reading, DRAM
         return sum(seconds.values()), max(seconds, key=lambda path: seconds[path])
 
 
@@ -70,18 +75,21 @@ def training_work(touched_bytes: float, operations: float, path: str, recomputed
     return Work((forwards + BACKWARD) * touched_bytes, counts)
 
 
-def measure_limits(isa: str, threads: int, free_bytes: int) -> Limits:
+def measure_limits(isa: str, threads: int, reader: machine.MemoryReader) -> Limits:
     """The best of many short passes: other processes can only slow a pass down."""
-    buffer_bytes = min(
-        max(READ_BUFFER_BYTES, 16 * last_level_cache_bytes()), LARGEST_READ_BUFFER_BYTES, free_bytes // 4
-    )
     return Limits(
         isa,
         threads,
-        machine.read_rate(isa, threads, buffer_bytes),
+        max(reader.rate(isa, threads) for _ in range(READ_PASSES)),
         machine.peak_rate(isa, "bf16", threads),
         machine.peak_rate(isa, "int8", threads),
     )
+
+
+def memory_reader() -> machine.MemoryReader:
+    """Over four last-level caches where the free memory allows it, so that a pass replaces what a cache held."""
+    wanted = max(LEAST_READ_BUFFER_BYTES, 4 * last_level_cache_bytes())
+    return machine.MemoryReader(min(wanted, LARGEST_READ_BUFFER_BYTES, available_cpu_bytes() // 4))
 
 
 def last_level_cache_bytes() -> int:

@@ -10,6 +10,7 @@ int4: `torch_int4pack`, groups of 32 and 128 columns. For the CPU, PyTorch has n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from kt_runtime.bench.experts.checkpoint import to_integers
 from kt_runtime.bench.experts.kt_kernel import KtKernel
 from kt_runtime.bench.experts.layer_case import Batch, LayerCase, Weights, relative_error
-from kt_runtime.bench.experts.measurement import Patience, Row, measure
+from kt_runtime.bench.experts.measurement import Beside, Patience, Row, measure
 from kt_runtime.bench.experts.plan import FORWARD, TRAINING
 from kt_runtime.experts import LoraSlot
+from kt_runtime.experts.machine import MemoryReader
 
 KT_KERNEL = "kt_kernel"
 # PyTorch's errors for an operator that is missing for this processor, shape or version.
@@ -43,8 +45,8 @@ class TorchPeers:
     def facts(self) -> dict[str, Any]:
         return {"version": str(torch.__version__), "problems": self.problems}
 
-    def add(self, case: LayerCase, rows: list[Row]) -> None:
-        """`rows`: of one shape and format."""
+    def add(self, case: LayerCase, rows: list[Row], reader: MemoryReader) -> None:
+        """`rows`: of one shape and format. Passes of `reader` between calls leave the peer's weights in no cache."""
         threads_before = torch.get_num_threads()
         try:
             for op in (FORWARD, TRAINING):
@@ -54,7 +56,7 @@ class TorchPeers:
                     torch.set_num_threads(threads)
                     its = [row for row in rows if (row.op, row.threads, row.tokens) == (op, threads, tokens)]
                     for name, call in made.items():
-                        self._fill(case, name, call, its)
+                        self._fill(case, name, call, its, reader)
         finally:
             torch.set_num_threads(threads_before)
 
@@ -67,14 +69,22 @@ class TorchPeers:
             self._note(f"{case.shape.name} {format_name}", error)
             return {}
 
-    def _fill(self, case: LayerCase, name: str, call: Callable[[Batch], Tensor | None], rows: list[Row]) -> None:
+    def _fill(
+        self,
+        case: LayerCase,
+        name: str,
+        call: Callable[[Batch], Tensor | None],
+        rows: list[Row],
+        reader: MemoryReader,
+    ) -> None:
         tokens = rows[0].tokens
 
         def bound(batch: Batch) -> Callable[[], object]:
             return lambda: call(batch)
 
         try:
-            timing = measure([bound(batch) for batch in case.batches(tokens)], self._patience)
+            calls = [bound(batch) for batch in case.batches(tokens)]
+            timing = measure(calls, self._patience, Beside(partial(reader.rate, rows[0].isa, rows[0].threads)))
             output = call(case.few(tokens))
         except TORCH_ERRORS as error:
             self._note(f"{name}, {case.shape.name}, {tokens} tokens", error)

@@ -98,7 +98,7 @@ def parse_shape(text: str) -> BenchShape:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: fp8 blocks, or bf16).
+    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: a row, fp8 blocks, or bf16).
 
     `gguf`: the type of a GGUF file's tensors; empty for safetensors.
     """
@@ -117,6 +117,7 @@ ENCODINGS = {
     "int4_g128": Encoding(4, 128),
     "int4_g128_zp": Encoding(4, 128, zero_points=True),
     "int8_g128": Encoding(8, 128),
+    "int8_channel": Encoding(8),  # compressed-tensors, a scale a row
     "fp8_channel": Encoding(8),  # compressed-tensors, e4m3 with a scale a row
     "nvfp4": Encoding(4, 16),  # compressed-tensors
     "mxfp8": Encoding(8, 32),  # compressed-tensors
@@ -154,6 +155,7 @@ FORMATS = {
         BenchFormat("int4_g128", "int4_g128", None, "int8"),
         BenchFormat("int4_g128_zp", "int4_g128_zp", None, "int8"),
         BenchFormat("int8_g128", "int8_g128", None, "int8"),
+        BenchFormat("int8_channel", "int8_channel", None, "int8"),
         BenchFormat("fp8_channel", "fp8_channel", None, "bf16"),
         BenchFormat("nvfp4", "nvfp4", None, "int8"),
         BenchFormat("mxfp8", "mxfp8", None, "bf16"),
@@ -201,7 +203,7 @@ def make_plan(
     num_experts: int | None = None,
     peer: Path | None = None,
     with_torch: bool = True,
-    activation: str = SILU,
+    activations: Sequence[str] = (),
     patience: Patience,
 ) -> Plan:
     """A plan; an empty sequence means the default. Raises UnknownNameError, InvalidValueError."""
@@ -214,13 +216,16 @@ def make_plan(
             raise InvalidValueError(f"--tokens is {count}; allowed: 1 to {MOST_TOKENS}")
     if patience.runs < 1 or not patience.seconds > 0:
         raise InvalidValueError(f"--runs is {patience.runs} and --seconds {patience.seconds}; both must be positive")
-    if activation not in MLPS:
-        raise UnknownNameError("activation", activation, MLPS)
-    if activation != SILU and peer is not None:
-        raise InvalidValueError(
-            f"--activation is {activation!r}, and --peer is given: kt-kernel is measured with {SILU!r}"
-        )
-    made = [parse_shape(text).with_activation(MLPS[activation]) for text in shapes or DEFAULT_SHAPES]
+    activations = tuple(_unique(activations)) or (SILU,)
+    for activation in activations:
+        if activation not in MLPS:
+            raise UnknownNameError("activation", activation, MLPS)
+        if activation != SILU and peer is not None:
+            raise InvalidValueError(
+                f"--activation is {activation!r}, and --peer is given: kt-kernel is measured with {SILU!r}"
+            )
+    shaped = [parse_shape(text) for text in shapes or DEFAULT_SHAPES]
+    made = [shape.with_activation(MLPS[activation]) for shape in shaped for activation in activations]
     chosen = [parse_format(name) for name in formats or DEFAULT_FORMATS]
     for shape, form in itertools.product(made, chosen):
         _check_groups(shape, form)
@@ -232,7 +237,7 @@ def make_plan(
         tuple(sorted(set(tokens or DEFAULT_TOKENS))),
         tuple(ops),
         peer,
-        with_torch and activation == SILU,
+        with_torch and activations == (SILU,),
         patience,
     )
 

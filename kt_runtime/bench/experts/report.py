@@ -10,7 +10,9 @@ from rich.table import Column, Table
 from kt_runtime.serve.memory.plan import format_bytes
 
 LEGEND = (
-    "of limit: share of what the machine's limit (DRAM, bf16, int8) allows. peers: how many times as long they take."
+    "of limit: share of what the machine's limit (DRAM, bf16, int8) allows. DRAM: reads between the calls; the share of"
+    " the median call, of the slowest and the fastest. cached: the weights fit the last cache."
+    " peers: how many times as long they take."
     " retain, recompute: forward and backward with LoRA."
 )
 NARROW = 100  # columns, if the output is no terminal
@@ -60,6 +62,8 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
         Column("ms", justify="right", no_wrap=True),
         Column("of limit", justify="right", no_wrap=True),
         Column("error", justify="right", no_wrap=True),
+        Column("DRAM GB/s", justify="right", no_wrap=True),
+        Column("share", justify="right", no_wrap=True),
         "peers",
         title=title,
         title_justify="left",
@@ -71,9 +75,16 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['ms']:.2f}",
             f"{row['limit_ratio']:.0%} {row['limit']}",
             f"{row['rel_error']:.4f}",
+            f"{row['dram_bytes_per_s'] / 1e9:.1f}",
+            _dram_share(row),
             ", ".join(f"{name} {ms / row['ms']:.2f}x" for name, ms in row["peers"].items()),
         )
     return table
+
+
+def _dram_share(row: dict[str, Any]) -> str:
+    shares = " ".join(f"{row[name]:.2f}" for name in ("dram_share", "dram_share_least", "dram_share_most"))
+    return f"{shares} cached" if row["in_cache"] else shares
 
 
 def _operation(row: dict[str, Any]) -> str:

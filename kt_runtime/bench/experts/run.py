@@ -12,7 +12,7 @@ from typing import Any
 from kt_runtime import __version__
 from kt_runtime.bench.experts.checkpoint import prefix, write_checkpoint
 from kt_runtime.bench.experts.layer_case import LayerCase, Weights
-from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits, memory_reader
 from kt_runtime.bench.experts.measurement import Row
 from kt_runtime.bench.experts.memory import PeakMemory, check_disk, check_memory
 from kt_runtime.bench.experts.peers import KtKernelPeer, TorchPeers
@@ -21,7 +21,6 @@ from kt_runtime.bench.experts.store_bench import StoreBench
 from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.experts import ExpertShape, ExpertStore
-from kt_runtime.serve.memory.machine import available_cpu_bytes
 
 Say = Callable[[str], None]
 
@@ -53,6 +52,7 @@ class Run:
         for shape in self._plan.shapes:
             check_memory(shape, self._kt_kernel is not None)
             check_disk(shape, self._plan.formats)
+        self._reader = memory_reader()
         limits = self._measure_limits()
         for shape in self._plan.shapes:
             self._measure_shape(shape)
@@ -72,7 +72,7 @@ class Run:
     def _measure_limits(self) -> dict[tuple[str, int], Limits]:
         self._say("limits of the machine")
         return {
-            (isa, threads): measure_limits(isa, threads, available_cpu_bytes())
+            (isa, threads): measure_limits(isa, threads, self._reader)
             for isa in self._plan.isas
             for threads in self._plan.threads
         }
@@ -99,7 +99,7 @@ class Run:
                 self._rows += rows
                 if self._torch is not None:
                     self._say(f"{shape.name} {form.name}: torch")
-                    self._torch.add(case, rows)
+                    self._torch.add(case, rows, self._reader)
                 encoding = self._kt_kernel.encoding(form.name) if self._kt_kernel is not None else None
                 if self._kt_kernel is not None and encoding is not None:
                     self._say(f"{shape.name} {form.name}: kt-kernel")
@@ -113,7 +113,7 @@ class Run:
                 self._say(f"{where}: loading")
                 store = self._load(case, form, directory, isa, threads)
                 try:
-                    bench = StoreBench(case, form, store, self._plan.patience)
+                    bench = StoreBench(case, form, store, self._plan.patience, self._reader)
                     for tokens, op in self._plan.cases():
                         made = bench.rows(tokens, op)
                         for row in made:

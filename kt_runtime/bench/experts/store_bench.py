@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from kt_runtime.bench.experts.layer_case import Batch, LayerCase, relative_error
 from kt_runtime.bench.experts.limits import Work, forward_work, training_work
-from kt_runtime.bench.experts.measurement import Patience, Row, Timing, measure
+from kt_runtime.bench.experts.measurement import Beside, Patience, Row, Timing, measure
 from kt_runtime.bench.experts.plan import FORWARD, TRAINING, BenchFormat
 from kt_runtime.experts import ExpertGradients, ExpertStore, LoraSlot
+from kt_runtime.experts.machine import MemoryReader, take_engine_seconds, workers_awake
 
 RETAIN, RECOMPUTE = "retain", "recompute"
 
@@ -43,8 +45,12 @@ class Training:
 
 
 class StoreBench:
-    def __init__(self, case: LayerCase, form: BenchFormat, store: ExpertStore, patience: Patience) -> None:
-        self._case, self._form, self._store, self._patience = case, form, store, patience
+    """`reader`: its passes go between the calls, and leave no weights in a cache."""
+
+    def __init__(
+        self, case: LayerCase, form: BenchFormat, store: ExpertStore, patience: Patience, reader: MemoryReader
+    ) -> None:
+        self._case, self._form, self._store, self._patience, self._reader = case, form, store, patience, reader
         self._forwards: dict[int, Timing] = {}
 
     def rows(self, tokens: int, op: str) -> list[Row]:
@@ -106,7 +112,11 @@ class StoreBench:
         def bound(batch: Batch) -> Callable[[], object]:
             return lambda: call(batch)
 
-        return measure([bound(batch) for batch in self._case.batches(tokens)], self._patience)
+        calls = [bound(batch) for batch in self._case.batches(tokens)]
+        read = partial(self._reader.rate, self._store.isa, self._store.num_threads)
+        leads = 2 * tokens * self._case.shape.top_k <= self._case.shape.num_experts
+        with workers_awake():
+            return measure(calls, self._patience, Beside(read, take_engine_seconds, leads))
 
     def _forward_work(self, tokens: int) -> Work:
         return forward_work(*self._counts(tokens), self._form.path)
@@ -119,6 +129,14 @@ class StoreBench:
         shape, touched = self._case.shape, self._case.batches(tokens)[0].touched_experts
         bytes_per_expert = self._store.resident_bytes / shape.num_experts
         return touched * bytes_per_expert, 2.0 * tokens * shape.top_k * shape.weights_per_expert
+
+    def _reuse_bytes(self, tokens: int) -> int:
+        """Until all experts have been used once (`make_batches`): all of them, and a pass of the reader after each
+        call."""
+        shape = self._case.shape
+        calls = max(1, shape.num_experts // (tokens * shape.top_k))
+        passes = max(1, calls // 2)  # where one call fits twice, every other call is untimed, without a pass
+        return self._store.resident_bytes + passes * self._reader.bytes_at_once
 
     def _row(self, tokens: int, op: str, timing: Timing, work: Work) -> Row:
         shape, store = self._case.shape, self._store
@@ -135,6 +153,7 @@ class StoreBench:
             work=work,
             touched_experts=self._case.batches(tokens)[0].touched_experts,
             rel_error=0.0,
+            reuse_bytes=self._reuse_bytes(tokens),
             resident_bytes=store.resident_bytes,
             weight_bytes=store.weight_bytes,
         )

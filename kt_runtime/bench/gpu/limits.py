@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from kt_runtime.bench.experts.limits import measure_limits
+from kt_runtime.bench.experts.limits import measure_limits, memory_reader
 from kt_runtime.device import is_host, pinned, recorded
 from kt_runtime.experts.machine import default_threads
 from kt_runtime.experts.native import resolve_isa
-from kt_runtime.serve.memory.machine import available_cpu_bytes
 
 PASSES = 5
 
@@ -58,7 +57,7 @@ class GpuLimits:
 def measure_gpu_limits(device: torch.device, sizes: Sizes | None = None) -> GpuLimits:
     """`sizes`: None: large enough for an accelerator, within half of its free memory. A pass takes some 10 ms there."""
     sizes = sizes or Sizes()
-    cpu = measure_limits(resolve_isa(None), default_threads(), available_cpu_bytes())
+    cpu = measure_limits(resolve_isa(None), default_threads(), memory_reader())
     return GpuLimits(
         dram=cpu.dram_bytes_per_s,
         cpu_arithmetic=cpu.bf16_flops,

@@ -117,13 +117,25 @@ def _experts(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         )
     ]
     peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peers"]))
+    # Reports of earlier versions lack the reads between a row's calls.
+    reads = [
+        (name, title, unit, per)
+        for name, title, unit, per in (
+            ("dram_bytes_per_s", "DRAM read beside", "GB/s", GIGA),
+            ("dram_share", "share of DRAM", "ratio", 1),
+            ("dram_share_least", "slowest call", "ratio", 1),
+        )
+        if all(name in row for row in report["rows"])
+    ]
     figures = [Column("time", "ms"), Column("share of the limit", "ratio"), Column("error", "relative")]
+    figures += [Column(title, unit) for _, title, unit, _ in reads]
     figures += [Column(name, "peer's time / kt-runtime's") for name in peers]
     rows = [
         Row(
             [row["shape"], row["format"], row["isa"], str(row["threads"]), str(row["tokens"]), _pass(row)],
             [
                 *(_rounded(row[field]) for field in ("ms", "limit_ratio", "rel_error")),
+                *(_rounded(row[name], per) for name, _, _, per in reads),
                 *(_rounded(row["peers"][name], row["ms"]) if name in row["peers"] else None for name in peers),
             ],
         )

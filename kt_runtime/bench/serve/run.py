@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime import __version__
-from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits, memory_reader
 from kt_runtime.bench.peer_place import ON_CPU, PeerPlace, place_here
 from kt_runtime.bench.serve.fit import check_disk, check_memory
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
@@ -30,7 +30,7 @@ from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.experts.machine import default_threads
 from kt_runtime.experts.native import resolve_isa
-from kt_runtime.serve.memory.machine import available_cpu_bytes, has_gpu
+from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.models.checkpoint import count_parameters
 from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.serve.models.presets import is_preset, load_preset
@@ -144,7 +144,7 @@ def _limits(say: Say, earlier: Limits | None = None) -> Limits | None:
     if has_gpu():
         return None
     say("limits of the machine")
-    found = measure_limits(resolve_isa(None), default_threads(), available_cpu_bytes())
+    found = measure_limits(resolve_isa(None), default_threads(), memory_reader())
     return found if earlier is None else found.or_better(earlier)
 
 

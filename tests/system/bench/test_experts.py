@@ -70,6 +70,8 @@ def test_the_figures_of_a_row_are_sane(result: dict[str, Any]) -> None:
         assert 0 < row["ms"] <= row["ms_median"] and row["limit_ratio"] > 0 and row["runs"] >= 1
         assert 0.95 * row["weight_bytes"] < row["resident_bytes"] < 2 * row["weight_bytes"]
         assert row["touched_experts"] == (4 if row["tokens"] == 2 else 8)
+        assert 0 < row["dram_share_least"] <= row["dram_share"] <= row["dram_share_most"]
+        assert row["dram_bytes_per_s"] > 1e8 and row["reuse_bytes"] > row["resident_bytes"]
         assert 0 < row["rel_error"] < (1 if row["op"] == "forward" else 3) * LARGEST_ERRORS[row["format"]]
         if row["op"] == "forward_backward":
             assert row["ratio_to_forward"] > 0 and row["ratio_to_lora_forward"] > 0
@@ -153,13 +155,15 @@ def test_an_interrupted_run_leaves_no_checkpoint(tmp_path: Path, number: signal.
 
 def test_a_report_becomes_a_measurement(result: dict[str, Any], recorded: Recorded) -> None:
     cases, loading = recorded(result).tables
-    assert [column.name for column in cases.columns[3:]] == list(
+    assert [column.name for column in cases.columns[3:6]] == ["DRAM read beside", "share of DRAM", "slowest call"]
+    assert [column.name for column in cases.columns[6:]] == list(
         dict.fromkeys(peer for row in result["rows"] for peer in row["peers"])
     )
     for made, row in zip(cases.rows, result["rows"], strict=True):
         assert made.case[:5] == [row["shape"], row["format"], row["isa"], str(row["threads"]), str(row["tokens"])]
         assert float(str(made.figures[0])) == pytest.approx(row["ms"], rel=1e-3)
-        for column, cell in zip(cases.columns[3:], made.figures[3:], strict=True):
+        assert float(str(made.figures[4])) == pytest.approx(row["dram_share"], rel=1e-3)
+        for column, cell in zip(cases.columns[6:], made.figures[6:], strict=True):
             peer_ms = row["peers"].get(column.name)
             assert (cell is None) == (peer_ms is None)
             assert peer_ms is None or float(str(cell)) == pytest.approx(peer_ms / row["ms"], rel=1e-3)

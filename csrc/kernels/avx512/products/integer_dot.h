@@ -6,7 +6,8 @@
 //   add(sum, w, x)        w: bytes 0..255
 //   add_two(sum, w, x)    two lines; codes up to 63
 //   kHighInPlace          whether `add` of the high nibbles where they lie, 16 times their value, is as cheap
-//   look_up(levels, nibbles)  by the low nibbles; the high ones may be anything
+//   Ahead                 how few rows prefetch (kernels/generic/integer.h): processors without a bf16 dot product are
+//   Intel's look_up(levels, nibbles)  by the low nibbles; the high ones may be anything
 //
 // Include only in a kernel's own translation unit.
 #pragma once
@@ -17,6 +18,7 @@
 #include <cstring>
 
 #include "kernels/format.h"
+#include "kernels/generic/integer.h"
 
 namespace kt {
 namespace {
@@ -42,6 +44,7 @@ struct DotMadd {
   struct Codes {
     __m512i bytes, even, odd;
   };
+  using Ahead = IntoL1;
   static constexpr bool kHighInPlace = false;
 
   static Codes codes(const uint8_t* from) {
@@ -64,6 +67,7 @@ struct DotMadd {
 // vpdpbusd: one instruction a line.
 struct DotVnni {
   using Codes = __m512i;
+  using Ahead = IntoL1;
   static constexpr bool kHighInPlace = true;
 
   static Codes codes(const uint8_t* from) { return broadcast_dword(from); }
@@ -78,6 +82,7 @@ struct DotVnni {
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 // vpermb takes six bits of an index; the table is there four times.
 struct DotVnniVbmi : DotVnni {
+  using Ahead = IntoL2;
   static __m512i look_up(const uint8_t* levels, __m512i nibbles) {
     const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels));
     return _mm512_permutexvar_epi8(nibbles, _mm512_broadcast_i32x4(table));

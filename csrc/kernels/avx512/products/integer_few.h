@@ -113,7 +113,7 @@ class FewRows {
   static void fetch(const Streams<kBlocks>& ahead, int line) {
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b)
-      _mm_prefetch(reinterpret_cast<const char*>(ahead.of(b)) + line * kLineBytes, _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead.of(b)) + line * kLineBytes, Dot::Ahead::kHint);
   }
 
   void read_supers(int64_t super) {
@@ -314,6 +314,7 @@ void run_few(const IntegerTile& t) {
 // Integer products (kernels/generic/integer.h) with `Dot`.
 template <class Dot>
 struct IntegerTiles {
+  using Ahead = typename Dot::Ahead;
   static constexpr int kMaxRows = 6, kMaxBlocks = 2, kFewRows = 4;
   static constexpr int64_t kChunkBytes = 32768;
   static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : 2; }

@@ -142,9 +142,10 @@ inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRo
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b)
     high[b] = Unit::kHighBits ? _mm512_load_si512(lines[b] + Unit::kLines * kLineBytes) : _mm512_setzero_si512();
-  if constexpr (kFew && Unit::kHighBits > 0) prefetch_lines<kBlocks>(lines, Unit::kLines * kLineBytes + ahead);
+  if constexpr (kFew && Unit::kHighBits > 0)
+    prefetch_lines<kBlocks, typename Dot::Ahead>(lines, Unit::kLines * kLineBytes + ahead);
   const auto add = [&]<int kLine> {
-    if constexpr (kFew) prefetch_lines<kBlocks>(lines, kLine * kLineBytes + ahead);
+    if constexpr (kFew) prefetch_lines<kBlocks, typename Dot::Ahead>(lines, kLine * kLineBytes + ahead);
     __m512i w[kBlocks][2];
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
@@ -170,7 +171,7 @@ inline void add_bytes(const uint8_t* const* lines, int64_t ahead, const CodeRows
   constexpr int kColumns = 4, kLines = kQuantizeUnit / kColumns;
 #pragma GCC unroll 8
   for (int i = 0; i < kLines; ++i) {
-    if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
+    if constexpr (kFew) prefetch_lines<kBlocks, typename Dot::Ahead>(lines, i * kLineBytes + ahead);
     __m512i w[kBlocks];
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) w[b] = _mm512_load_si512(lines[b] + i * kLineBytes);

@@ -15,6 +15,7 @@ from kt_runtime.bench.experts.plan import FORMATS, MLPS, SHAPES, BenchShape, mak
 from kt_runtime.bench.experts.store_bench import StoreBench
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.experts.machine import MemoryReader
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
@@ -85,11 +86,21 @@ def test_every_activation_is_measured_and_its_error_is_that_of_rounding(
     write_checkpoint(tmp_path, encoding, case.weights)
     sizes = ExpertShape(shape.num_experts, shape.hidden, shape.intermediate)
     store = ExpertStore.load(tmp_path, {0: prefix(encoding)}, sizes, num_threads=1, mlp=case.shape.mlp)
-    bench = StoreBench(case, FORMATS[form], store, Patience(1, 1e-9))
+    reader = MemoryReader(1 << 20)
+    bench = StoreBench(case, FORMATS[form], store, Patience(1, 1e-9), reader)
     tolerance = 0.02 if form == "bf16" else 0.06
-    assert all(row.rel_error < tolerance for op in ("forward", "forward_backward") for row in bench.rows(4, op))
+    rows = [row for op in ("forward", "forward_backward") for row in bench.rows(4, op)]
+    assert all(row.rel_error < tolerance and len(row.timing.read_rates) == row.timing.runs + 1 for row in rows)
+    # 4 tokens take all 8 experts: a pass of the reader, and the layer.
+    assert {row.reuse_bytes for row in rows} == {store.resident_bytes + reader.bytes_at_once}
 
 
 def test_an_unknown_activation_gets_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown activation 'gelo'.*gelu"):
-        make_plan(activation="gelo", patience=Patience(1, 0.1))
+        make_plan(activations=("gelo",), patience=Patience(1, 0.1))
+
+
+def test_several_activations_are_several_shapes() -> None:
+    plan = make_plan(shapes=["qwen3"], activations=["silu", "relu2", "silu"], patience=Patience(1, 0.1))
+    assert [shape.name for shape in plan.shapes] == ["qwen3", "qwen3 relu2"]
+    assert not plan.with_torch
