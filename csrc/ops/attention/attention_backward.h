@@ -7,7 +7,8 @@
 //   by_value += p * grad        ds = p * (<grad, value> - delta)
 //   by_key += ds * scaling * q  by_q += scaling * ds * key
 //
-// Where an indexer has chosen keys (ops/router/indexer.h), the weights of all others are zero. The choice has no gradient.
+// Where an indexer has chosen keys (ops/router/indexer.h), the weights of all others are zero. The choice has no
+// gradient.
 //
 // A head's sink is part of its log_sum, and has no gradient of its own: it is frozen.
 //
