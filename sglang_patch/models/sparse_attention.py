@@ -118,8 +118,9 @@ def _indexer_class() -> type:
 
         def _weights(self) -> IndexerWeights:
             norm = self.k_norm
-            tensors = (self.wq_b.weight, self.wk.weight, norm.weight, norm.bias, self.weights_proj.weight)
-            return IndexerWeights(*(tensor.detach() for tensor in tensors), self._interleaved)
+            projections = self.wq_b.weight.detach(), self.wk.weight.detach()
+            norms = norm.weight.detach(), norm.bias.detach()
+            return IndexerWeights(*projections, *norms, self.weights_proj.weight.detach(), self._interleaved)
 
     return CpuIndexer
 

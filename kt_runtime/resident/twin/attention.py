@@ -232,12 +232,16 @@ class Indexing:
             rows = [rotary.kept[self.source, rotary.first_row + row] for row in range(batch)]
             return Index.of_rows(rows)
         own = attention.indexer
-        wide = (one.float() for one in (own.k_norm.weight, own.k_norm.bias, own.weights_proj.weight))
-        weights = IndexerWeights(own.wq_b.weight, own.wk.weight, *wide, self.interleaved)
+        norm = own.k_norm.weight.float(), own.k_norm.bias.float()
+        weights = IndexerWeights(
+            own.wq_b.weight, own.wk.weight, *norm, own.weights_proj.weight.float(), self.interleaved
+        )
         places = rotary.places.expand(batch, length).flatten()
         flat = (hidden.detach().flatten(0, 1), compressed.detach().flatten(0, 1))
-        found = index_rows(*flat, weights, rotary.angles, places)
-        index = Index(*(x.unflatten(0, (batch, length)) for x in found), self.top_k)
+        queries, keys, scales = (
+            found.unflatten(0, (batch, length)) for found in index_rows(*flat, weights, rotary.angles, places)
+        )
+        index = Index(queries, keys, scales, self.top_k)
         if self.is_shared:
             for row, of_row in enumerate(index.rows()):
                 rotary.kept[self.layer, rotary.first_row + row] = of_row

@@ -212,13 +212,13 @@ def test_a_file_that_was_read_ahead_moves_its_name_without_a_further_turn(desk: 
     assert desk.current("carol") == desk.current("dave")
 
 
-def test_a_load_waits_for_what_is_still_read_ahead(desk: Desk, tmp_path: Path) -> None:
+def test_a_load_waits_for_what_is_still_read_ahead(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_directory(desk, tmp_path / "adapter")
     desk.publisher.read_ahead("ahead", "carol", path)
     key, error = desk.ended.get(timeout=60)
-    real, desk.workers.has_ended = desk.workers.has_ended, lambda _: False  # type: ignore[method-assign]
-    desk.publisher.load("carol", path, desk.outcomes.append, ahead=key)
-    desk.workers.has_ended = real  # type: ignore[method-assign]
+    with monkeypatch.context() as patched:
+        patched.setattr(desk.workers, "has_ended", lambda _: False)
+        desk.publisher.load("carol", path, desk.outcomes.append, ahead=key)
     assert not desk.host.moves
     desk.publisher.probe(key, error)
     desk.moved()
