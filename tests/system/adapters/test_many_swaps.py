@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,22 @@ class Use:
     kept: int
 
 
+def settled(count: Callable[[], int]) -> int:
+    """The number when it has stayed the same for two seconds: versions are stored after their names have moved."""
+    found, since = count(), time.monotonic()
+    while time.monotonic() < since + 2.0:
+        time.sleep(0.05)
+        if (now := count()) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 def use_of(served: Served) -> Use:
     frontend = forked_server.frontend_of(served.model_directory)
     processes = [frontend, *frontend.children(recursive=True)]
     memory = sum(process.memory_full_info().uss for process in processes)
     adapters = served.model_directory.parent / "adapters"
-    kept = sum(path.is_file() for path in adapters.rglob("*"))
+    kept = settled(lambda: sum(path.is_file() for path in adapters.rglob("*")))
     return Use(memory, sum(process.num_fds() for process in processes), kept)
 
 
