@@ -370,7 +370,7 @@ def test_closing_waits_for_a_client_that_does_not_read_no_longer_than_its_linger
         logprobs = np.zeros(len(incoming.arrays["tokens"]), np.float32)
         reply = ForwardReply(request_id=incoming.request_id, loss=1.0, num_tokens=1, seconds=0.0)
         server.answer(incoming, reply, {"logprobs": logprobs})
-    closing = threading.Thread(target=server.close, kwargs={"linger_s": 1.0}, daemon=True)
+    closing = threading.Thread(target=server.close, kwargs={"linger_s": 4.0}, daemon=True)
     closing.start()
     closing.join(60)
     assert not closing.is_alive()  # the deaf peer never reads
