@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.console import console_of_width
 
 SHOWN = 16
 """Characters of a hash."""
@@ -39,9 +39,7 @@ def command(url: str | None, api_key: str | None, as_json: bool) -> None:
 
 
 def _show_registry(registry: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     click.echo(f"registry {registry['place']}, this server is {registry['replica']}")
     if registry["problem"] is not None:
         click.echo(f"registry: {registry['problem']}")

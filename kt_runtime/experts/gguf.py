@@ -122,14 +122,20 @@ def _strips(descriptor: int, path: Path, name: str, entry: Entry, heads: int) ->
     at_once = rows if heads else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
-        data = read_at(descriptor, count * row_bytes, entry.start + first * row_bytes)
-        if len(data) != count * row_bytes:
-            raise CheckpointError(f"{path}: tensor {name!r} is truncated: the file has become shorter")
+        data = _read_part(descriptor, path, name, entry, first * row_bytes, count * row_bytes)
         blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
         if heads:  # in each head the rows 0, 2, 4, ... and then 1, 3, 5, ...
             halves = blocks.reshape(heads, -1, 2, row_bytes).transpose(0, 2, 1, 3)
             blocks = np.ascontiguousarray(halves).reshape(rows, row_bytes)
         yield first, blocks
+
+
+def _read_part(descriptor: int, path: Path, name: str, entry: Entry, start: int, size: int) -> bytes:
+    """`size` bytes of the tensor, from its byte `start` on."""
+    data = read_at(descriptor, size, entry.start + start)
+    if len(data) != size:
+        raise CheckpointError(f"{path}: tensor {name!r} is truncated: the file has become shorter")
+    return data
 
 
 def _rows(descriptor: int, path: Path, name: str, entry: Entry) -> Iterator[torch.Tensor]:
@@ -143,9 +149,7 @@ def _rows(descriptor: int, path: Path, name: str, entry: Entry) -> Iterator[torc
     at_once = max(1, _STRIP_BYTES // (4 * entry.shape[-1]))
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
-        data = read_at(descriptor, count * row_bytes, entry.start + first * row_bytes)
-        if len(data) != count * row_bytes:
-            raise CheckpointError(f"{path}: tensor {name!r} is truncated: the file has become shorter")
+        data = _read_part(descriptor, path, name, entry, first * row_bytes, count * row_bytes)
         raw = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
         values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[entry.dtype])
         yield torch.from_numpy(np.require(values, np.float32, ["C", "W"]).reshape(count, entry.shape[-1]))

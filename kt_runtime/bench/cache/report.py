@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from kt_runtime.bench.cache.plan import SOURCES
+from kt_runtime.cli.console import console_of_width
 from kt_runtime.serve.memory.plan import format_bytes
 
 NARROW = 100  # columns, if the output is no terminal
@@ -15,9 +15,7 @@ READ_BAR, WRITE_BAR, FIRST_TOKEN_BAR = 0.8, 0.5, 5.0
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     cache, files, system = result["cache"], result["files"], result["machine"]["file_system"]
     if result["ttft_ms"] is not None:
         console.print(_first_tokens(result))

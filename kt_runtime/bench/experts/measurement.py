@@ -24,17 +24,18 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What happens around the timed calls.
+class Instruments:
+    """What is measured around the timed calls.
 
-    read: measures the memory's bandwidth, before each of them and after the last. inside: seconds since it was last
-    asked that the engine took, without Python. leads: an untimed call goes before each timed one, so that the engine's
-    code and scratch are in the caches, as between the layers of a step; it must use other weights.
+    `read_rate`: measures the memory's bandwidth in bytes/s, before each of them and after the last. `engine_seconds`:
+    the seconds that the engine computed, without Python's part, since the function was called last. `warms_code`: an
+    untimed call precedes each timed one, so that the engine's code and scratch are in the caches, as between the layers
+    of a step. It must use other weights.
     """
 
-    read: Callable[[], float]
-    inside: Callable[[], float] | None = None
-    leads: bool = False
+    read_rate: Callable[[], float]
+    engine_seconds: Callable[[], float] | None = None
+    warms_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,29 @@ class Timing:
         return [weight_bytes * (1 / before + 1 / after) / 2 / taken for taken, (before, after) in around]
 
 
-def measure(calls: Sequence[Callable[[], object]], patience: Patience, beside: Beside | None = None) -> Timing:
+def measure(
+    calls: Sequence[Callable[[], object]], patience: Patience, instruments: Instruments | None = None
+) -> Timing:
     """Times the calls cyclically until `patience` is satisfied. The first call is a warm-up; it counts only if
     it takes at least `patience.seconds`."""
     time.sleep(SETTLE_S)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        rates = [] if beside is None else [beside.read()]
-        first = _times(calls[0], beside)
-        if beside is not None:
-            rates.append(beside.read())
+        rates = [] if instruments is None else [instruments.read_rate()]
+        first = _times(calls[0], instruments)
+        if instruments is not None:
+            rates.append(instruments.read_rate())
         taken = [first] if first[0] >= patience.seconds else []
         rates = rates if taken else rates[1:]
         start = time.perf_counter() - sum(whole for whole, _ in taken)
         at = 0
         while _goes_on(len(taken), time.perf_counter() - start, patience):
-            if beside is not None and beside.leads:
+            if instruments is not None and instruments.warms_code:
                 calls[(at := at + 1) % len(calls)]()
-            taken.append(_times(calls[(at := at + 1) % len(calls)], beside))
-            if beside is not None:
-                rates.append(beside.read())
+            taken.append(_times(calls[(at := at + 1) % len(calls)], instruments))
+            if instruments is not None:
+                rates.append(instruments.read_rate())
     finally:
         if was_enabled:
             gc.enable()
@@ -86,14 +89,15 @@ def _goes_on(runs: int, spent: float, patience: Patience) -> bool:
     return spent < 5 * patience.seconds and (runs < patience.runs or spent < patience.seconds)
 
 
-def _times(call: Callable[[], object], beside: Beside | None) -> tuple[float, float]:
-    """(seconds of the call, of its part that `beside.inside` measures: without it, of all)."""
-    if beside is not None and beside.inside is not None:
-        beside.inside()
+def _times(call: Callable[[], object], instruments: Instruments | None) -> tuple[float, float]:
+    """(seconds of the call, of its part in the engine; without `engine_seconds` both are the call's)."""
+    engine_seconds = None if instruments is None else instruments.engine_seconds
+    if engine_seconds is not None:
+        engine_seconds()
     start = time.perf_counter()
     call()
     whole = time.perf_counter() - start
-    return whole, beside.inside() if beside is not None and beside.inside is not None else whole
+    return whole, whole if engine_seconds is None else engine_seconds()
 
 
 @dataclass

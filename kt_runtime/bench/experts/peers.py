@@ -21,7 +21,7 @@ from torch import Tensor
 from kt_runtime.bench.experts.checkpoint import to_integers
 from kt_runtime.bench.experts.kt_kernel import KtKernel
 from kt_runtime.bench.experts.layer_case import Batch, LayerCase, Weights, relative_error
-from kt_runtime.bench.experts.measurement import Beside, Patience, Row, measure
+from kt_runtime.bench.experts.measurement import Instruments, Patience, Row, measure
 from kt_runtime.bench.experts.plan import FORWARD, TRAINING
 from kt_runtime.experts import LoraSlot
 from kt_runtime.experts.machine import MemoryReader
@@ -84,7 +84,7 @@ class TorchPeers:
 
         try:
             calls = [bound(batch) for batch in case.batches(tokens)]
-            timing = measure(calls, self._patience, Beside(partial(reader.rate, rows[0].isa, rows[0].threads)))
+            timing = measure(calls, self._patience, Instruments(partial(reader.rate, rows[0].isa, rows[0].threads)))
             output = call(case.few(tokens))
         except TORCH_ERRORS as error:
             self._note(f"{name}, {case.shape.name}, {tokens} tokens", error)

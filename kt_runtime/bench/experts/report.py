@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from kt_runtime.cli.console import console_of_width
 from kt_runtime.serve.memory.plan import format_bytes
 
 LEGEND = (
@@ -19,9 +19,7 @@ NARROW = 100  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     console.print(_machine(result["machine"]))
     for title, rows in _grouped(result["rows"]).items():
         console.print(_rows(title, rows))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kt_runtime.bench.experts.layer_case import Batch, LayerCase, relative_error
 from kt_runtime.bench.experts.limits import Work, forward_work, training_work
-from kt_runtime.bench.experts.measurement import Beside, Patience, Row, Timing, measure
+from kt_runtime.bench.experts.measurement import Instruments, Patience, Row, Timing, measure
 from kt_runtime.bench.experts.plan import FORWARD, TRAINING, BenchFormat
 from kt_runtime.experts import ExpertGradients, ExpertStore, LoraSlot
 from kt_runtime.experts.machine import MemoryReader, take_engine_seconds, workers_awake
@@ -114,9 +114,9 @@ class StoreBench:
 
         calls = [bound(batch) for batch in self._case.batches(tokens)]
         read = partial(self._reader.rate, self._store.isa, self._store.num_threads)
-        leads = 2 * tokens * self._case.shape.top_k <= self._case.shape.num_experts
+        warms_code = 2 * tokens * self._case.shape.top_k <= self._case.shape.num_experts
         with workers_awake():
-            return measure(calls, self._patience, Beside(read, take_engine_seconds, leads))
+            return measure(calls, self._patience, Instruments(read, take_engine_seconds, warms_code))
 
     def _forward_work(self, tokens: int) -> Work:
         return forward_work(*self._counts(tokens), self._form.path)

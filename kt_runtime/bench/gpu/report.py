@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from kt_runtime.cli.console import console_of_width
 from kt_runtime.serve.memory.plan import format_bytes
 
 NARROW = 140  # columns, if the output is no terminal
@@ -15,9 +15,7 @@ ARITHMETIC = {"cpu_arithmetic": "CPU bf16", "device_arithmetic": "GPU bf16"}
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     for model in result["gpu"]["layers"]:
         console.print(_table(model, [row for row in result["rows"] if row["model"] == model]))
     console.print(f"{result['machine']['gpu']}. Limits: {_limits(result['machine']['limits'])}.", highlight=False)

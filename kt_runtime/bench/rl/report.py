@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
+
+from kt_runtime.cli.console import console_of_width
 
 NARROW = 100  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     facts, runs = result["rl"], result["runs"]
     table = Table(
         "figure",

@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from kt_runtime.cli.console import console_of_width
+
 NARROW = 140  # columns, if the output is no terminal: room for three peers
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     serving, peers, limits = result["serving"], result["peers"], result["machine"]["limits"]
     right = [Column(name, justify="right") for name in ("tokens/s", "of limit", *peers)]
     weights = serving["dtype"] if serving["gguf"] is None else f"{serving['gguf']['mix']} (GGUF)"

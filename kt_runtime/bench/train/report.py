@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from kt_runtime.cli.console import console_of_width
 from kt_runtime.serve.memory.plan import format_bytes
 
 NARROW = 100  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, NARROW))
+    console = console_of_width(NARROW)
     training, peer = result["training"], result["peers"]["hf_peft"]
     table = Table(
         "targets",

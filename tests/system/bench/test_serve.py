@@ -32,9 +32,9 @@ ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "step", "peers", 
 def result(bench_output: BenchOutput, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """(the JSON file, the printed table)."""
     path = tmp_path_factory.mktemp("bench-serve") / "result.json"
-    choice = ("--prefill", "64", "--runs", "2", "--peer", sys.executable, "--json", str(path))
+    choice = ["--prefill", "64", "--runs", "2", "--peer", sys.executable, "--json", str(path)]
     # Streams of a tiny model last long enough to decode at the same time, also where the client hardly gets a core.
-    choice += ("--new-tokens", "192")
+    choice += ["--new-tokens", "192"]
     printed, _ = bench_output("serve", *QUICK, *choice)
     return json.loads(path.read_text()), printed
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, training_work
-from kt_runtime.bench.experts.measurement import Beside, Patience, Row, Timing, measure
+from kt_runtime.bench.experts.measurement import Instruments, Patience, Row, Timing, measure
 
 
 def test_calls_take_turns_and_the_first_is_not_counted() -> None:
@@ -39,7 +39,7 @@ def test_memory_is_read_before_and_after_each_call() -> None:
         seen.append("read")
         return float(len(seen))
 
-    timing = measure([lambda: seen.append("call")], Patience(runs=3, seconds=1e-3), Beside(read))
+    timing = measure([lambda: seen.append("call")], Patience(runs=3, seconds=1e-3), Instruments(read))
     assert seen == ["read", "call"] * (timing.runs + 1) + ["read"]
     assert len(timing.seconds) == timing.runs and timing.ms == pytest.approx(1e3 * min(timing.seconds))
     assert timing.read_rates == tuple(float(2 * i + 3) for i in range(timing.runs + 1))  # without the first
@@ -47,11 +47,11 @@ def test_memory_is_read_before_and_after_each_call() -> None:
 
 def test_reads_around_a_long_first_call_count_as_it_does() -> None:
     rates = iter([1.0, 2.0])
-    timing = measure([lambda: time.sleep(0.06)], Patience(runs=1, seconds=0.01), Beside(lambda: next(rates)))
+    timing = measure([lambda: time.sleep(0.06)], Patience(runs=1, seconds=0.01), Instruments(lambda: next(rates)))
     assert timing.runs == 1 and timing.read_rates == (1.0, 2.0)
 
 
-def test_an_untimed_call_leads_each_timed_one_and_the_engines_own_time_counts() -> None:
+def test_an_untimed_call_precedes_each_timed_one_and_the_engines_own_time_counts() -> None:
     seen: list[str] = []
 
     def inside() -> float:
@@ -59,7 +59,7 @@ def test_an_untimed_call_leads_each_timed_one_and_the_engines_own_time_counts() 
         return 0.25
 
     calls = [lambda name=name: seen.append(name) for name in "abc"]
-    timing = measure(calls, Patience(runs=2, seconds=1e-3), Beside(lambda: 1.0, inside, leads=True))
+    timing = measure(calls, Patience(runs=2, seconds=1e-3), Instruments(lambda: 1.0, inside, warms_code=True))
     assert seen[:11] == ["inside", "a", "inside", "b", "inside", "c", "inside", "a", "inside", "b", "inside"]
     assert set(timing.seconds) == {0.25} and timing.ms < 250
 
