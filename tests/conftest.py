@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`")
+    config.addinivalue_line("markers", "slow: takes seconds, for a process or a whole model of its own; not in `TEST_CASES=few`")
 
 
 @pytest.hookimpl(trylast=True)
@@ -65,7 +65,7 @@ def _few(items: list[pytest.Item]) -> set[pytest.Item]:
     """Of a test with several parameters: enough cases for each value of each parameter."""
     kept, by_test = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("fresh_process") is None:
+        if item.get_closest_marker("slow") is None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     for of_test in by_test.values():
         cases = [_position_on_axes(item) for item in of_test]
