@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from reference.cases import choose, covering
+from reference.cases import choose, covering, position_on_axes
 from reference.place import CPU, Place
 
 from kt_runtime.serve.launch import settings_before_imports
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes seconds, for a process or a whole model of its own; not in `TEST_CASES=few`")
+    config.addinivalue_line("markers", "slow: takes about a second or more; not in `TEST_CASES=few`")
 
 
 @pytest.hookimpl(trylast=True)
@@ -68,16 +68,10 @@ def _few(items: list[pytest.Item]) -> set[pytest.Item]:
         if item.get_closest_marker("slow") is None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     for of_test in by_test.values():
-        cases = [_position_on_axes(item) for item in of_test]
+        cases = [position_on_axes(item) for item in of_test]
         several = any(len(case) > 1 for case in cases)
         kept |= {of_test[at] for at in covering(cases)} if several else set(of_test)
     return kept
-
-
-def _position_on_axes(item: pytest.Item) -> dict[str, int]:
-    """The number of its value for each parameter of the test and of its fixtures."""
-    case = getattr(item, "callspec", None)
-    return {} if case is None else dict(case.indices)
 
 
 def _collect_and_freeze() -> None:

@@ -51,9 +51,14 @@ def known() -> set[str]:
     return ours | set(option_names()) | set(ALIASES) | OTHERS
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """String constants, docstrings and f-strings' parts; names that end in a hyphen are beginnings (`--kt-*`)."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
@@ -117,7 +122,7 @@ def test_no_error_tells_a_user_to_use_an_option_under_a_peers_name() -> None:
     """Peers' names are taken, but what we say is our own name."""
     peers = set(ALIASES)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Raise):
                 parts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
                 named = {name for part in parts if isinstance(part, str) for name in OPTION.findall(part)}

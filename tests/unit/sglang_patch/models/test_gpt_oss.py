@@ -42,6 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(longer, tmp_path_factory.mktemp("model") / "m", seed=4)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_long_prompt_prefixes_and_branches_change_no_bit(patched_sglang: None, model: Path) -> None:
     first, branch = prompt(TOKENS, 1), prompt(TOKENS, 1)[:3000] + prompt(900, 2)
     found = []
@@ -57,6 +58,7 @@ def test_chunks_of_a_long_prompt_prefixes_and_branches_change_no_bit(patched_sgl
     assert all(other == found[0] for other in found[1:])
 
 
+@pytest.mark.slow
 def test_16_streams_with_4_adapters_have_the_bits_of_each_alone(patched_sglang: None, model: Path) -> None:
     with engine(model, "--dtype", "bfloat16", "--enable-mixed-chunk", *ARGUMENTS) as served:
         drawn = {f"a{seed}": lora.random_adapter(served.config, rank=4, alpha=6, seed=seed) for seed in range(ADAPTERS)}
