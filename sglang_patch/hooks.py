@@ -2,15 +2,25 @@
 
 SGLang logs and ignores a hook that can't be applied, but a half-patched server would compute wrong answers. So
 `Hooks.apply` applies the hooks itself and raises an error if one of them could not be applied.
+
+A function that is hooked is also replaced in the modules that have imported it. For that the registry's
+`_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
+time, together three seconds and more of a server's start. Meanwhile `Bindings`, which reads them once, takes its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from kt_runtime.errors import ConflictError
+
+SYMBOLS = ("sglang.srt.plugins.hook_registry.HookRegistry", "sglang.srt.plugins.hook_registry._propagate_patch")
 
 Hook = Callable[..., Any]
 
@@ -61,9 +71,15 @@ class Hooks:
 
     def apply(self) -> None:
         """Applies all registered hooks. Raises ConflictError that names the targets that could not be patched."""
+        from sglang.srt.plugins import hook_registry
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        HookRegistry.apply_hooks()
+        propagate = hook_registry._propagate_patch
+        hook_registry._propagate_patch = Bindings().propagate
+        try:
+            HookRegistry.apply_hooks()
+        finally:
+            hook_registry._propagate_patch = propagate
         check_applied(self.targets, HookRegistry._patched)
         for target, value, is_there in self._attributes:
             _set_attribute(target, value, is_there)
@@ -73,6 +89,44 @@ class Hooks:
 
         HookRegistry.register(target, hook, HookType[kind])
         self.targets.append(target)
+
+
+class Bindings:
+    """Which modules hold an object under which names. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)  # by the object's id
+        self._num_attributes: dict[str, int] = {}  # of each module, when it was read
+        self._num_modules = 0
+
+    def propagate(self, original: object, wrapped: object, source_module: object) -> int:
+        """As `_propagate_patch`: puts `wrapped` where modules hold `original`, except in `source_module`, a module or
+        class that has it already. Returns in how many places."""
+        self._read_modules()
+        if isinstance(source_module, ModuleType):  # `wrapped` may be hooked again under another module's name
+            self._read(source_module)
+        count = 0
+        for module, name in self._places.pop(id(original), []):
+            if module is not source_module and vars(module).get(name) is original:
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(module, name, wrapped)
+                    self._places[id(wrapped)].append((module, name))
+                    count += 1
+        return count
+
+    def _read_modules(self) -> None:
+        """After imports: new modules, and those that got attributes, as modules whose parts are loaded on demand do."""
+        if len(sys.modules) == self._num_modules:
+            return
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and len(vars(module)) != self._num_attributes.get(name):
+                self._num_attributes[name] = len(vars(module))
+                self._read(module)
+        self._num_modules = len(sys.modules)
+
+    def _read(self, module: ModuleType) -> None:
+        for name, value in list(vars(module).items()):
+            self._places[id(value)].append((module, name))
 
 
 def check_applied(targets: Iterable[str], applied: Iterable[str]) -> None:
