@@ -5,7 +5,7 @@ SGLang logs and ignores a hook that can't be applied, but a half-patched server 
 
 A function that is hooked is also replaced in the modules that have imported it. For that the registry's
 `_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
-time, together three seconds and more of a server's start. Meanwhile `Bindings`, which reads them once, takes its place.
+time, together some seconds of a server's start. Meanwhile `Bindings`, which reads them once, takes its place.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Hooks:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         propagate = hook_registry._propagate_patch
-        hook_registry._propagate_patch = Bindings().propagate
+        hook_registry._propagate_patch = Bindings(self.targets, propagate).propagate
         try:
             HookRegistry.apply_hooks()
         finally:
@@ -92,41 +92,59 @@ class Hooks:
 
 
 class Bindings:
-    """Which modules hold an object under which names. Not thread-safe."""
+    """Which modules hold the functions and classes that `targets` name. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._places: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)  # by the object's id
+    def __init__(self, targets: Iterable[str], propagate: Callable[[object, object, object], int]) -> None:
+        """`propagate`: SGLang's function, for an object that no target named: a method of a class that was replaced."""
+        self._propagate = propagate
+        # By an object's id. The objects are kept, so that no other one gets their ids.
+        self._objects = {id(found): found for target in targets if (found := _hooked(target)) is not None}
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {each: [] for each in self._objects}
         self._num_attributes: dict[str, int] = {}  # of each module, when it was read
         self._num_modules = 0
 
     def propagate(self, original: object, wrapped: object, source_module: object) -> int:
         """As `_propagate_patch`: puts `wrapped` where modules hold `original`, except in `source_module`, a module or
         class that has it already. Returns in how many places."""
+        if id(original) not in self._objects:
+            return self._propagate(original, wrapped, source_module)
         self._read_modules()
-        if isinstance(source_module, ModuleType):  # `wrapped` may be hooked again under another module's name
-            self._read(source_module)
+        self._objects[id(wrapped)] = wrapped  # which another target may name, in another module
+        places = self._places[id(wrapped)] = []
+        if isinstance(source_module, ModuleType):
+            places += [(source_module, name) for name, value in vars(source_module).items() if value is wrapped]
         count = 0
-        for module, name in self._places.pop(id(original), []):
+        for module, name in self._places[id(original)]:
             if module is not source_module and vars(module).get(name) is original:
                 with contextlib.suppress(AttributeError, TypeError):
                     setattr(module, name, wrapped)
-                    self._places[id(wrapped)].append((module, name))
+                    places.append((module, name))
                     count += 1
         return count
 
     def _read_modules(self) -> None:
-        """After imports: new modules, and those that got attributes, as modules whose parts are loaded on demand do."""
+        """Once, and after imports: new modules, and those that got attributes, as modules loaded on demand do."""
         if len(sys.modules) == self._num_modules:
             return
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and len(vars(module)) != self._num_attributes.get(name):
-                self._num_attributes[name] = len(vars(module))
-                self._read(module)
+        for key, module in list(sys.modules.items()):
+            if not isinstance(module, ModuleType) or len(vars(module)) == self._num_attributes.get(key):
+                continue
+            self._num_attributes[key] = len(vars(module))
+            for name, value in list(vars(module).items()):
+                if id(value) in self._objects:
+                    self._places[id(value)].append((module, name))
         self._num_modules = len(sys.modules)
 
-    def _read(self, module: ModuleType) -> None:
-        for name, value in list(vars(module).items()):
-            self._places[id(value)].append((module, name))
+
+def _hooked(target: str) -> object:
+    """What the registry finds under `target`; None if it will report that there is nothing."""
+    parent, _, name = target.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(parent)
+        raw = vars(owner).get(name) if isinstance(owner, type) else None
+        return raw.__func__ if isinstance(raw, classmethod | staticmethod) else getattr(owner, name)
+    except (AttributeError, ImportError, ValueError):
+        return None
 
 
 def check_applied(targets: Iterable[str], applied: Iterable[str]) -> None:

@@ -59,7 +59,10 @@ def test_a_hooked_function_is_replaced_in_every_module_that_holds_it(by: str, mo
     first, second, first_hooked, again, second_hooked = functions(5)
     source = imported(monkeypatch, "kt_test_source", first=first, second=second)
     user = imported(monkeypatch, "kt_test_user", renamed=first, twice=first, second=second, other=7)
-    propagate = _propagate_patch if by == "the registry" else hooks.Bindings().propagate
+    propagate = _propagate_patch
+    if by == "Bindings":
+        targets = ("kt_test_source.first", "kt_test_source.second", "kt_test_late.first", "kt_test_source.no", "no.one")
+        propagate = hooks.Bindings(targets, _propagate_patch).propagate
     source.first = first_hooked  # type: ignore[attr-defined]
     assert propagate(first, first_hooked, source) == 2
     assert vars(user)["renamed"] is vars(user)["twice"] is first_hooked and vars(user)["second"] is second
@@ -73,5 +76,8 @@ def test_a_hooked_function_is_replaced_in_every_module_that_holds_it(by: str, mo
     late.first = again  # type: ignore[attr-defined]
     assert propagate(first_hooked, again, late) == 3
     assert source.first is again and vars(user)["renamed"] is vars(user)["twice"] is again
-    assert propagate(functions(1)[0], again, SimpleNamespace) == 0
-    assert source.second is second_hooked
+
+    unnamed, unnamed_hooked = functions(2)
+    user.unnamed = unnamed  # type: ignore[attr-defined]
+    assert propagate(unnamed, unnamed_hooked, SimpleNamespace) == 1
+    assert vars(user)["unnamed"] is unnamed_hooked and source.second is second_hooked
