@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any

@@ -86,6 +86,7 @@ def test_a_prompt_of_4096_tokens_has_the_same_bits_in_chunks_of_any_size(served:
     assert all(answer == found[LONG] for answer in found.values())
 
 
+@pytest.mark.slow
 def test_sixteen_streams_with_adapters_are_each_alone(served: Engine) -> None:
     adapters = {
         name: lora.random_adapter(served.config, rank=4, alpha=6.0, seed=seed) for seed, name in enumerate("abcd")
