@@ -29,6 +29,7 @@ from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
 IMPORTED = [
     *("torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
+    *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
     *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
 ]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.

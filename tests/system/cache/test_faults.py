@@ -229,7 +229,9 @@ def test_a_disk_that_hangs_holds_nobody_up(impatient: Disk) -> None:
         assert found.tokens == expected.tokens
         assert found.tiers["disk"] == 0
     seeds = itertools.count(260)
-    while not (disk.status()["reading_stopped"] and disk.status()["writing_stopped"]):
+    while not disk.status()["reading_stopped"]:
+        assert disk.ask(250).tiers["disk"] == 0
+    while not disk.status()["writing_stopped"]:
         assert disk.served.ask(prompt(next(seeds))).tiers["disk"] == 0
     eventually(lambda: all(disk.last_said(use).endswith(" s") for use in USES))  # "... takes longer than 10 s"
     said = disk.said(0)  # nothing ends a hanging call before `heal`: what is stopped now stays so
