@@ -325,7 +325,8 @@ class TrainingScheduler:
             return None
         largest = self._largest_part(upcoming, seconds)
         if largest:
-            return 0 if not turn.at_least_one and self._is_wasteful(upcoming, largest, turn.most) else largest
+            waits = self._is_wasteful(upcoming, largest, turn.most) and not (is_first and turn.at_least_one)
+            return 0 if waits else largest
         unknown = bool(upcoming.least) and math.isinf(self._estimate(upcoming.part, upcoming.least))
         if is_first and (turn.at_least_one or unknown):
             return min(upcoming.least, upcoming.size) or None
