@@ -122,8 +122,8 @@ class Work:
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn.
 
-    `cuts`, `at_least_one`, `whole_call`, `longest`, `most`: as of `TurnBudget`. `granted`: how much of the first slice runs, in
-    units of its size; None: all of it.
+    `cuts`, `at_least_one`, `whole_call`, `longest`, `most`: as of `TurnBudget`. `granted`: how much of the first slice
+    runs, in units of its size; None: all of it.
     """
 
     num_slices: int = 0

@@ -8,10 +8,10 @@ took: a slice that was longer than expected, or a prompt between two steps, is p
 A short request may end before it can be paid back for the prompts of others that came between its steps. So training
 leaves each request the time of `PROMPTS_LEFT` such prompts, at most `MOST_LEFT_STEPS` targets.
 
-A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A request that arrives waits for
-the turn's end, so it also gets no more than an idle one. A slice that can't be cut and needs longer runs when all requests
-have that much slack. `most` tells the scheduler what a later turn may get: a part of a slice that costs much more than a
-larger one, which reads the layer's weights as often, waits for it.
+A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A request that arrives waits
+for the turn's end, so with a target for the first token a turn is no longer than an idle one. A slice that can't be cut
+and needs longer runs when all requests have that much slack. `most` tells the scheduler what a later turn may get: a
+part of a slice that costs much more than a larger one, which reads the layer's weights as often, waits for it.
 
 **Prefill has priority over training.** While a request waits for its first token, there is no training.
 
