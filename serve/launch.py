@@ -37,7 +37,12 @@ from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
-from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
+from kt_runtime.serve.memory.gpu_experts import (
+    check_gpu_experts,
+    check_only_on_cpu,
+    check_stream_experts,
+    only_on_cpu,
+)
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
@@ -88,6 +93,9 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     model = _resolve(options)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
+    check_only_on_cpu(options, model.config)
+    if only_on_cpu(model.config):
+        options = dataclasses.replace(options, stream_experts="off")
     check_gpu_experts(options, model.config, with_gpu=has_gpu())
     check_stream_experts(options, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None

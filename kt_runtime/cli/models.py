@@ -34,34 +34,41 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def command(ctx: click.Context, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_summary(name) for name in preset_names()]
+    rows = [_summary(name) | {"memory_bytes": _needed_bytes(name)} for name in preset_names()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table(
-        Column("preset", no_wrap=True),
-        "family",
-        Column("total", no_wrap=True),
-        Column("active", no_wrap=True),
-        Column("weights", no_wrap=True),
-        Column("on this machine", overflow="fold"),
-        title="presets, their parameters, and what their weights take in memory",
-    )
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["family"],
-            format_count(row["parameters_total"]),
-            format_count(row["parameters_active"]),
-            format_bytes(row["weights_bytes"]),
-            row["directory"] or ("can be made" if row["is_made"] else "no"),
-        )
-    Console().print(table)
-    Console().print(
-        "`kt-runtime models families` says what each family is and what has been verified, `models formats` in which "
-        "formats weights may be.",
+    console, families = Console(), family_rows()
+    console.print(_presets_table(rows, [family["family"] for family in families]))
+    console.print(_verified_table(families))
+    console.print(
+        "`kt-runtime models families` says what each family is, `models formats` in which formats weights may be, "
+        "`models show NAME` what a model takes on each device.",
         highlight=False,
     )
+
+
+def _presets_table(rows: list[dict[str, Any]], families: list[str]) -> Table:
+    """Presets by family. The memory is what `serve` plans for with its own options."""
+    names = ("total", "active", "experts", "memory", "here")
+    table = Table(
+        Column("family, presets", no_wrap=True),
+        *(Column(name, no_wrap=True) for name in names),
+        title="families and presets: parameters, format of the experts, memory that `serve` plans for",
+    )
+    for family in families:
+        table.add_section()
+        table.add_row(f"[bold]{family}[/bold]")
+        for row in (row for row in rows if row["family"] == family):
+            table.add_row(
+                f"  {row['name']}",
+                format_count(row["parameters_total"]),
+                format_count(row["parameters_active"]),
+                row["expert_format"],
+                format_bytes(row["memory_bytes"]),
+                "yes" if row["directory"] else "make" if row["is_made"] else "no",
+            )
+    return table
 
 
 @command.command(name="families")
@@ -75,14 +82,19 @@ def families_command(as_json: bool) -> None:
     table = Table(Column("family", no_wrap=True), "attention", "router", "experts", "presets", title="model families")
     for row in rows:
         table.add_row(row["family"], row["attention"], row["router"], row["experts"], ", ".join(row["presets"]))
-    verified = Table(Column("verified", no_wrap=True), "of every family", "by")
+    console = Console()
+    console.print(table)
+    console.print(_verified_table(rows))
+
+
+def _verified_table(rows: list[dict[str, Any]]) -> Table:
+    """`rows`: of `family_rows`."""
+    verified = Table(Column("verified", no_wrap=True), "of every family", Column("by", overflow="fold"))
     for check in CHECKS:
         without = [row["family"] for row in rows if check.name not in row["verified"]]
         but = f"; not of {', '.join(without)}" if without else ""
         verified.add_row(check.name, check.claim + but, check.tests)
-    console = Console()
-    console.print(table)
-    console.print(verified)
+    return verified
 
 
 @command.command(name="formats")
@@ -180,7 +192,7 @@ def describe(name: str) -> dict[str, Any]:
     else:
         raise NotFoundError(not_found_message(name, preset, places))
     details["problem"] = _problem(directory) if directory is not None else None
-    options = with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
+    options = _options(name, config)
     plan, free_bytes = plan_server(options, config, name)
     needs = [{"what": need.what, "device": need.device, "size_bytes": need.size_bytes} for need in plan.needs]
     return details | {
@@ -198,6 +210,17 @@ def describe(name: str) -> dict[str, Any]:
         },
         "config": config,
     }
+
+
+def _options(name: str, config: dict[str, Any]) -> ServeOptions:
+    return with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
+
+
+def _needed_bytes(name: str) -> int:
+    """On all devices together."""
+    config = load_preset(name).config
+    plan, _ = plan_server(_options(name, config), config, name)
+    return sum(plan.total_bytes(device) for device in plan.devices())
 
 
 def _summary(name: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
             tensors[name] = torch.from_numpy(stacked[f"blk.{layer}.ffn_{part}_exps.weight"][int(expert)].copy())
             continue
         ours = family.our_name(name)
-        if (values := stacked.get(gguf_name(ours))) is not None:
+        if (values := stacked.get(gguf_name(config, ours))) is not None:
             heads, (rows, columns) = interleaved_heads(config, ours), values.shape
             if heads:
                 values = values.reshape(heads, -1, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)

@@ -23,6 +23,8 @@ def test_the_list_names_every_preset_in_full(run: Run) -> None:
         result = run("models", COLUMNS=columns)
         assert result.returncode == 0
         assert all(name in result.stdout for name in preset_names())
+        assert all(family.name in result.stdout for family in FAMILIES)
+        assert "fp8_e4m3_g128" in result.stdout and all(check.name in result.stdout for check in CHECKS)
 
 
 def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
@@ -35,6 +37,9 @@ def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
     assert rows["DeepSeek-V3"]["weights_bytes"] == pytest.approx(653.9e9 + 2 * 17.1e9, rel=0.01)
     formats = {name: row["expert_format"] for name, row in rows.items()}
     assert (formats["Kimi-K2"], formats["Kimi-K2-Thinking"]) == ("fp8_e4m3_g128", "int4_g32")
+    assert all(row["memory_bytes"] > row["weights_bytes"] for row in rows.values())
+    shown = json.loads(run("models", "show", "Kimi-K2", "--json").stdout)
+    assert rows["Kimi-K2"]["memory_bytes"] == shown["memory_bytes"]
     assert {row["directory"] for row in rows.values()} == {None}
 
 
