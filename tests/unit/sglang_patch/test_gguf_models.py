@@ -1,7 +1,7 @@
 """GGUF files in SGLang's own scheduler, with linear layers that stay quantized, and dequantized.
 
-Of Mixtral and OLMoE against Hugging Face in float32: llama.cpp's order of Mixtral's query and key rows, and its names.
-Of the others, in every type of a linear layer: the step, SGLang's modules and training, bit by bit.
+Of five families against Hugging Face in float32: llama.cpp's order of Mixtral's query and key rows, and its names. Of
+Qwen3 and DeepSeek, in every type of a linear layer: the step, SGLang's modules and training, bit by bit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,21 @@ EXPERTS = {"_exps": "Q8_0"}
 ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
 
 
-@pytest.mark.parametrize("types", [EXPERTS, ALL], ids=["experts", "all"])
-@pytest.mark.parametrize("preset", ["tiny-mixtral", "tiny-olmoe"])
+# By preset: types, and the parts of a layer that stay quantized then.
+SERVED = {
+    "tiny-mixtral": (ALL, 2),
+    "tiny-olmoe": (EXPERTS, 0),
+    "tiny-glm4-moe": (ALL, 2),
+    "tiny-minimax-m2": (ALL, 2),
+    "tiny-glm4-moe-lite": (ALL, 1),
+}
+
+
+@pytest.mark.parametrize("preset", SERVED)
 def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
-    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, types: dict[str, str]
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
+    types, kept = SERVED[preset]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = make_model(preset, tmp_path / "model", seed=5)
     write_gguf_model(model, tmp_path / "bf16.gguf")
@@ -53,7 +63,7 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
         weights = named_tensors(running.scheduler.tp_worker.model_runner.model).items()
         packed = [name for name, weight in weights if isinstance(weight, PackedWeight)]
         layers = running.config["num_hidden_layers"]
-        assert len(packed) == (0 if types is EXPERTS else 2 * layers + 1)
+        assert len(packed) == (kept * layers + 1 if kept else 0)
         for rid, tokens in prompts.items():
             expected = logprobs_of(plain, tokens + running.tokens[rid])
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
