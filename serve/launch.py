@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
+from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, RuntimeFault
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.config import ResidentSettings
@@ -161,9 +161,17 @@ def settings_before_imports(with_gpu: bool) -> dict[str, str]:
 
 
 def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
+    from kt_runtime.sglang_patch.faults import refused_model
     from kt_runtime.sglang_patch.frontend import http_server as frontend
 
-    frontend.run(sglang_arguments, ours)
+    refused_model.forget(ours.wire_address)
+    try:
+        frontend.run(sglang_arguments, ours)
+    except RuntimeFault:
+        refused = refused_model.refusal(ours.wire_address)
+        if refused is not None:
+            raise refused from None
+        raise
 
 
 def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
@@ -199,6 +207,10 @@ class _Frontend:
         shutil.rmtree(self._scratch, ignore_errors=True)  # left by a killed server; the lock proves that it ended
         # SGLang creates its sockets with `tempfile`; in a private directory no other user can reach them.
         tempfile.tempdir = str(private_directory(self._scratch))
+
+    @property
+    def wire_address(self) -> str:
+        return self._settings.wire_address
 
     def prepare(self, app: FastAPI) -> None:
         self._door.prepare(app)

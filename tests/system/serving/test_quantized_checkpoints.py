@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.checkpoints.quantized_checkpoint import SHARDS, quantize_checkpoint
 from reference.parity import agreement, sampled
 from reference.place import Place
 from reference.server import greedy
+from safetensors.torch import load_file, save_file
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -170,3 +171,19 @@ def test_what_cannot_be_served_is_refused_with_status_2(
         pass
     assert said in str(refused.value)
     assert "Load weight" not in (tmp_path / "log").read_text()
+
+
+def test_a_scale_that_is_no_number_is_found_while_loading_and_ends_the_start_with_status_2(tmp_path: Path) -> None:
+    """With the file, the tensor and its place; before anything is served."""
+    directory = make_model("tiny-qwen3-moe", tmp_path / "model", seed=6)
+    directory, _ = quantize_checkpoint(directory, tmp_path, "fp8", experts_only=True)
+    file, name = directory / SHARDS[1], "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+    tensors = load_file(file)
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with (
+        pytest.raises(RuntimeFault, match="ended with status 2") as refused,
+        server(str(directory), [], tmp_path / "log"),
+    ):
+        pass
+    assert f"Error: {file}: '{name}' holds scale nan" in str(refused.value)
