@@ -1,7 +1,7 @@
 """A model that can't be loaded because of what its files hold ends the server with the reason, as a user's error.
 
-Symbol (SGLang 0.5.23): `model_executor.model_runner.ModelRunner.load_model`. Reason: SGLang logs a traceback and sends a
-signal to the parent process, which then knows only that a process has died. So the scheduler's process writes the
+Symbol (SGLang 0.5.23): `model_executor.model_runner.ModelRunner.load_model`. Reason: SGLang logs a traceback and sends
+a signal to the parent process, which then knows only that a process has died. So the scheduler's process writes the
 error's text to a file beside its socket, which the frontend's process reads.
 """
 

@@ -33,7 +33,7 @@ def requantize(
     more: Mapping[str, tuple[int, ...]] | None = None,
     layers_behind: int = 0,
 ) -> None:
-    """`types`: part of a tensor's name → its type. `keys`: other values; a new key is a boolean.
+    """`types`: part of a matrix's name → its type. `keys`: other values; a new key is a boolean.
 
     `split`: tensors in each file. `more`: further tensors, of ones. `layers_behind`: `nextn_predict_layers`.
     """
@@ -55,6 +55,7 @@ def requantize(
         if tensor.name == leave_out:
             continue
         kind = next((kind for part, kind in types.items() if part in tensor.name), tensor.tensor_type.name)
+        kind = kind if len(tensor.shape) > 1 else tensor.tensor_type.name  # no vector is ever quantized
         data = np.array(tensor.data)
         if kind != tensor.tensor_type.name:
             data = to_blocks(gguf.quants.dequantize(data, tensor.tensor_type).astype(np.float32), kind)

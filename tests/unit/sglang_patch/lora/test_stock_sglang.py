@@ -9,13 +9,17 @@ import pytest
 import torch
 from reference import lora
 from reference.families import PRESETS
+from safetensors.torch import load_file
 
 from kt_runtime.adapters import readers, write_peft_directory
 from kt_runtime.families import family_for
 from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, build_adapter
 
 RANK = 4
-FAMILIES = ("qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "llama4_text")
+FAMILIES = (
+    *("qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "llama4_text"),
+    *("deepseek_v32", "glm_moe_dsa"),
+)
 EXPERTS = {name: name.removesuffix("_moe") for name in POOL_NAMES.values()}
 
 
@@ -28,8 +32,17 @@ def read_by_sglang(path: Path, num_layers: int) -> list[dict[str, torch.Tensor]]
 
     base = PretrainedConfig(num_hidden_layers=num_layers)
     adapter = LoRAAdapter("a", LoRAConfig(str(path)), base, LoadConfig(), cast("Any", None))
-    adapter.initialize_weights()
+    adapter.initialize_weights_from_tensors(load_file(path / "adapter_model.safetensors"))
     return [layer.weights for layer in adapter.layers]
+
+
+def test_the_queries_of_v2_lite_are_said_to_be_refused_by_it(patched_sglang: None, tmp_path: Path) -> None:
+    config = PRESETS["deepseek_v2"].config
+    adapter = lora.random_adapter(config, rank=RANK, alpha=8.0, seed=3)
+    write_peft_directory(tmp_path / "a", adapter, family_for(config), config, max_rank=RANK)
+    assert "SGLang 0.5.23 alone expects k_proj" in readers(tmp_path / "a", config)[0].remark
+    with pytest.raises(KeyError, match="v_proj"):
+        read_by_sglang(tmp_path / "a", config["num_hidden_layers"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
