@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, RuntimeFault
+from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.config import ResidentSettings
@@ -167,7 +168,8 @@ def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
     refused_model.forget(ours.wire_address)
     try:
         frontend.run(sglang_arguments, ours)
-    except RuntimeFault:
+    except Exception:  # SGLang's or ours: a process has died
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # which says so once more
         refused = refused_model.refusal(ours.wire_address)
         if refused is not None:
             raise refused from None

@@ -15,8 +15,9 @@ from rich.table import Column, Table
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
 from kt_runtime.families import family_for
+from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
-from kt_runtime.serve.memory.server import plan_server, with_lora_rank
+from kt_runtime.serve.memory.server import least_bytes, plan_server, with_lora_rank
 from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters, format_count
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
 from kt_runtime.serve.models.families import CHECKS, family_rows
@@ -34,7 +35,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def command(ctx: click.Context, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_summary(name) | {"memory_bytes": _needed_bytes(name)} for name in preset_names()]
+    with_gpu = has_gpu()
+    rows = [_summary(name) | {"memory_bytes": _least_bytes(name, with_gpu)} for name in preset_names()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -49,12 +51,12 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 def _presets_table(rows: list[dict[str, Any]], families: list[str]) -> Table:
-    """Presets by family. The memory is what `serve` plans for with its own options."""
+    """Presets by family."""
     names = ("total", "active", "experts", "memory", "here")
     table = Table(
         Column("family, presets", no_wrap=True),
         *(Column(name, no_wrap=True) for name in names),
-        title="families and presets: parameters, format of the experts, memory that `serve` plans for",
+        title="families and presets: parameters, format of the experts, the least memory of a server",
     )
     for family in families:
         table.add_section()
@@ -192,7 +194,7 @@ def describe(name: str) -> dict[str, Any]:
     else:
         raise NotFoundError(not_found_message(name, preset, places))
     details["problem"] = _problem(directory) if directory is not None else None
-    options = _options(name, config)
+    options = with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
     plan, free_bytes = plan_server(options, config, name)
     needs = [{"what": need.what, "device": need.device, "size_bytes": need.size_bytes} for need in plan.needs]
     return details | {
@@ -212,15 +214,8 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def _options(name: str, config: dict[str, Any]) -> ServeOptions:
-    return with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
-
-
-def _needed_bytes(name: str) -> int:
-    """On all devices together."""
-    config = load_preset(name).config
-    plan, _ = plan_server(_options(name, config), config, name)
-    return sum(plan.total_bytes(device) for device in plan.devices())
+def _least_bytes(name: str, with_gpu: bool) -> int:
+    return least_bytes(load_preset(name).config, name, with_gpu=with_gpu)
 
 
 def _summary(name: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
     assert (formats["Kimi-K2"], formats["Kimi-K2-Thinking"]) == ("fp8_e4m3_g128", "int4_g32")
     assert all(row["memory_bytes"] > row["weights_bytes"] for row in rows.values())
     shown = json.loads(run("models", "show", "Kimi-K2", "--json").stdout)
-    assert rows["Kimi-K2"]["memory_bytes"] == shown["memory_bytes"]
+    assert rows["Kimi-K2"]["memory_bytes"] <= shown["memory_bytes"]  # whose rank is higher where there is memory
     assert {row["directory"] for row in rows.values()} == {None}
 
 
