@@ -96,6 +96,23 @@ def test_the_tokenizer_is_made_from_the_file_s_keys(made: tuple[Path, Path]) -> 
     assert ours.eos_token == theirs.eos_token
 
 
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        ("qwen2", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "!Ċ", "/b"]),
+        ("glm4", ["HelloWorld", "'s", "Ġ", "123", "4", "!Ċ", "/b"]),
+        ("minimax-m2", ["Hello", "World's", "Ġ", "123", "4", "!Ċ/", "b"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path: Path, split: str, parts: list[str]) -> None:
+    model = make_model("tiny-qwen3-moe", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.pre": split})
+    tokenizer = AutoTokenizer.from_pretrained(gguf_directory(tmp_path / "m.gguf"))
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld's 1234!\n/b")
+    assert [text for text, _ in found] == parts
+
+
 def test_a_first_token_is_added_where_the_file_says_so(made: tuple[Path, Path], tmp_path: Path) -> None:
     requantize(made[1], tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.add_bos_token": True})
     with_first = AutoTokenizer.from_pretrained(gguf_directory(tmp_path / "m.gguf"))
