@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ def read_by_sglang(path: Path, num_layers: int) -> list[dict[str, torch.Tensor]]
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_config import LoRAConfig
-    from transformers import PretrainedConfig
 
-    base = PretrainedConfig(num_hidden_layers=num_layers)
-    adapter = LoRAAdapter("a", LoRAConfig(str(path)), base, LoadConfig(), cast("Any", None))
+    base: Any = SimpleNamespace(num_hidden_layers=num_layers)
+    backend: Any = None
+    adapter = LoRAAdapter("a", LoRAConfig(str(path)), base, LoadConfig(), backend)
     adapter.initialize_weights_from_tensors(load_file(path / "adapter_model.safetensors"))
     return [layer.weights for layer in adapter.layers]
 
