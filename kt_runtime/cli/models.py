@@ -20,7 +20,7 @@ from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_byt
 from kt_runtime.serve.memory.server import least_bytes, plan_server, with_lora_rank
 from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters, format_count
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
-from kt_runtime.serve.models.families import CHECKS, family_rows
+from kt_runtime.serve.models.families import CHECKS, FORMAT_CHECKS, family_rows
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 from kt_runtime.serve.models.report import find_preset, locate, models_directory, not_found_message
@@ -91,12 +91,16 @@ def families_command(as_json: bool) -> None:
 
 def _verified_table(rows: list[dict[str, Any]]) -> Table:
     """`rows`: of `family_rows`."""
-    verified = Table(Column("verified", no_wrap=True), "of every family", Column("by", overflow="fold"))
+    verified = _checks_table("of every family")
     for check in CHECKS:
         without = [row["family"] for row in rows if check.name not in row["verified"]]
         but = f"; not of {', '.join(without)}" if without else ""
         verified.add_row(check.name, check.claim + but, check.tests)
     return verified
+
+
+def _checks_table(of_what: str) -> Table:
+    return Table(Column("verified", no_wrap=True), of_what, Column("by", overflow="fold"))
 
 
 @command.command(name="formats")
@@ -111,7 +115,12 @@ def formats_command(as_json: bool) -> None:
     table = Table(Column("quant_method", no_wrap=True), "weights", "experts in memory", title="weight formats")
     for row in CHECKPOINT_FORMATS:
         table.add_row(row.method, row.weights, row.experts)
-    Console().print(table)
+    verified = _checks_table("of every format")
+    for check in FORMAT_CHECKS:
+        verified.add_row(check.name, check.claim, check.tests)
+    console = Console()
+    console.print(table)
+    console.print(verified)
 
 
 @command.command()

@@ -11,7 +11,7 @@ from kt_runtime.cli.models import format_count
 from kt_runtime.families import FAMILIES
 from kt_runtime.families.gguf import EXPERT_TYPES
 from kt_runtime.families.quantization import METHODS
-from kt_runtime.serve.models.families import CHECKS, family_rows
+from kt_runtime.serve.models.families import CHECKS, FORMAT_CHECKS, family_rows
 from kt_runtime.serve.models.presets import preset_names
 from kt_runtime.serve.models.report import resolve_model
 
@@ -98,7 +98,9 @@ def test_every_method_and_type_is_in_the_list_of_formats(run: Run) -> None:
     methods = {row["method"] for row in rows}
     assert {method.removesuffix("_fp4") for method in METHODS} == {m.split()[0] for m in methods} - {"none", "GGUF"}
     assert {f"GGUF {kind}" for kind in EXPERT_TYPES} <= methods
-    assert all(row["experts"] in run("models", "formats", COLUMNS="160").stdout for row in rows[:1])
+    shown = run("models", "formats", COLUMNS="160").stdout
+    assert all(row["experts"] in shown for row in rows[:1])
+    assert all(check.claim[:30] in shown for check in FORMAT_CHECKS)
 
 
 def test_the_families_are_listed_with_what_was_verified(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Experts in the formats of small floats, by row, and in GGUF's types, in SGLang's own scheduler: against Hugging Face
+"""Experts in each format of a checkpoint, and in each of GGUF's types, in SGLang's own scheduler: against Hugging Face
 in float32 with the weights that the checkpoint stands for; in bfloat16 training against serving, bit by bit.
 
 One engine for each dtype computes with the experts of each checkpoint in turn.
@@ -24,6 +24,7 @@ from reference.server.greedy import load_hugging_face, logprobs_of
 from reference.server.random_traffic import Row, Trainer
 
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.experts.formats import CHECKPOINT_FORMATS
 from kt_runtime.families.gguf import EXPERT_TYPES, packed_name
 from kt_runtime.serve.models.gguf_model import gguf_directory
 from kt_runtime.serve.models.make_model import make_model
@@ -36,7 +37,10 @@ LENGTHS = (9, 70)
 FLOAT32_TOLERANCE = 4e-5  # of a log-probability; 4e-6 was measured: sums in another order
 # What bf16 itself, and activations in int8, cost a model this small, as a mean.
 BFLOAT16_TOLERANCE = 0.08
-LOADED = ("int8", "fp8_channel", "nvfp4", "mxfp4", "mxfp8")
+LOADED = (
+    *("int8", "fp8", "fp8_channel", "int4_g32", "gptq_int4_g32", "awq_g128"),
+    *("nvfp4", "mxfp4", "mxfp8"),
+)
 # A layer's gate and up, and its down: all of GGUF's types in two files.
 IN_GGUF = {
     "GGUF, types by 32": [("Q8_0", "Q4_0"), ("Q5_0", "MXFP4"), ("IQ4_NL", "Q8_0")],
@@ -85,7 +89,12 @@ def stored(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return written
 
 
-def test_every_type_of_experts_in_a_gguf_file_is_loaded_here() -> None:
+def test_every_method_and_every_type_of_a_gguf_file_is_loaded_here() -> None:
+    """But for other names of the same tensors, and fused MXFP4: gpt-oss's experts are in ../test_families.py."""
+    configs = [SCHEMES[name].config or {} for name in LOADED]
+    methods = {str(config.get("format") or config["quant_method"]) for config in configs}
+    others = {"none", "naive-quantized", "mxfp4", "NVFP4", "mxfp8"}
+    assert methods == {row.method.split()[-1] for row in CHECKPOINT_FORMATS if "GGUF" not in row.method} - others
     assert {kind for layers in IN_GGUF.values() for layer in layers for kind in layer} | {"BF16"} == set(EXPERT_TYPES)
 
 
