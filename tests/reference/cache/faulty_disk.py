@@ -2,7 +2,7 @@
 
 FAULTY_DISK names a JSON file that says what goes wrong just now with files under its "directory":
 
-- "fail": {operation: errno}; the operations are open, read, write, sync, remove, rename.
+- "fail": {operation: errno}; the operations are open, make (a directory), read, write, sync, remove, rename.
 - "hang": [operation, ...]; they wait until the file says otherwise.
 - "kill_at_write": n; at the n-th write from now on half of it is written and the process group is killed.
 
@@ -27,6 +27,7 @@ from kt_runtime.cache.disk_tier import DiskTierSettings
 CONTROL = "FAULTY_DISK"
 PATIENCE = "FAULTY_DISK_PATIENCE_S"
 OPERATIONS = {
+    "mkdir": "make",
     "preadv": "read",
     "pwritev": "write",
     "ftruncate": "write",
