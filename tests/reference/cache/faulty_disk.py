@@ -98,4 +98,4 @@ def install() -> None:
     for name, operation in OPERATIONS.items():
         setattr(os, name, faulty(getattr(os, name), lambda *args, operation=operation, **kwargs: operation))
     if patience_s := os.environ.get(PATIENCE):
-        DiskTierSettings.__init__.__kwdefaults__["patience_s"] = float(patience_s)  # type: ignore[misc]
+        DiskTierSettings.__init__.__kwdefaults__["patience_s"] = float(patience_s)  # type: ignore[index, misc]
