@@ -26,7 +26,7 @@ from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import slots
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
-from kt_runtime.sglang_patch.lora.pool import slot_bytes, written_bytes
+from kt_runtime.sglang_patch.lora.pool import note_empty, slot_bytes, spare_bytes, written_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Staging:
         self._came: dict[str, float] = {}
         self._present: set[str | None] = set()
         self.wakeup = Wakeup()
+        if budget_bytes is None and slots.is_in_host_memory(manager):
+            slots.keep_memory(manager.memory_pool)
 
     def may_run(self, lora_id: str | None, running: set[str | None]) -> bool | None:
         """Whether the adapter is in a slot or can be copied in its batch. None: SGLang decides. `running`: ids."""
@@ -117,7 +119,10 @@ class Staging:
     def dropped(self, index: int) -> None:
         """The adapter of this slot, which is empty now, was dropped."""
         pool = self._manager.memory_pool
-        if slots.is_in_host_memory(self._manager) and written_bytes(pool, index) >= slots.RELEASED_BYTES:
+        note_empty(pool, index)
+        if not slots.is_in_host_memory(self._manager) or written_bytes(pool, index) < slots.RELEASED_BYTES:
+            return
+        if spare_bytes(pool) > slots.most_spare_bytes(pool):
             self._release(slots.ReservedSlot(pool, index))
 
     def forget(self, lora_id: str) -> None:

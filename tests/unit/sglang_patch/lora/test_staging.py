@@ -198,6 +198,31 @@ def test_a_small_adapter_is_copied_in_its_batch(
     made.close()
 
 
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 40])
+def test_the_memory_of_a_dropped_adapter_is_kept_for_the_next_one_up_to_a_bound(
+    manager: Any, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None
+) -> None:
+    """With a budget for the adapters, only what is too little to matter is kept."""
+    pool = manager.memory_pool
+    for name in ("kt_written", "kt_needed"):
+        monkeypatch.setattr(pool, name, {}, raising=False)
+    monkeypatch.setattr(pool, "kt_most_spare", slots.RELEASED_BYTES, raising=False)
+    made = staging.Staging(manager, budget_bytes)
+    monkeypatch.setattr(staging, "_staging", made)
+    released: list[int] = []
+    monkeypatch.setattr(made, "_release", lambda slot: (released.append(slot.index), slot.give_back()))
+    most = slots.MOST_SPARE_BYTES if budget_bytes is None else slots.RELEASED_BYTES
+    for num_bytes, is_kept in ((most, True), (most + 1, False)):
+        installed(f"of {num_bytes}")
+        manager.fetch_new_loras({f"of {num_bytes}"})
+        index = manager.memory_pool.get_buffer_id(f"of {num_bytes}")
+        pool.kt_written.clear()
+        pool.kt_written[index] = num_bytes
+        drop_adapter(manager, f"of {num_bytes}")
+        assert released == ([] if is_kept else [index])
+    made.close()
+
+
 def test_mapped_memory_is_committed_by_writing_and_given_back() -> None:
     shape, process = (4, 1024, 8192), psutil.Process()
     mapping = pool_module.MappedZeros()
