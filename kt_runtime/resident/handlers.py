@@ -454,8 +454,8 @@ class SessionHandlers:
 
 
 def _version_of(session: Session, request: Publish, preparation: Preparation) -> Prepared:
-    """Of the session's masters, which must not change meanwhile. On a worker thread. Raises ConflictError if memory does
-    not suffice."""
+    """Of the session's masters, which must not change meanwhile. On a worker thread. Raises ConflictError if memory
+    does not suffice."""
     copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
     check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
     adapter, contents = checkpoint.taken_masters(session)

@@ -77,7 +77,7 @@ class ReservedSlot:
         if self._has_too_much(adapter):
             self.release()
         note_written(self._pool, self.index, adapter)
-        on_threads(self._copy, copies_into(self._pool, self.index, adapter))
+        on_threads(self._copy, copies_into(self._pool, self.index, adapter), slot_bytes(self._pool, adapter))
         self._is_filled = True
 
     def fill_at_once(self, adapter: InstalledAdapter) -> bool:
@@ -158,8 +158,9 @@ def is_in_host_memory(manager: Any) -> bool:
 def reserve(
     manager: Any, in_use: Collection[str | None] | None = None, *, is_awaited: bool = False
 ) -> ReservedSlot | None:
-    """An empty slot, of several the one that has most memory, else that of the least recently used adapter that is not `in_use` (None: all adapters are).
+    """An empty slot, else that of the least recently used adapter that is not `in_use` (None: all adapters are).
 
+    Of several empty slots the one that has most memory, which the next adapter then need not commit.
     None if there is no such slot, or if the pool is not in host memory.
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT

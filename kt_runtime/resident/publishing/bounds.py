@@ -14,8 +14,8 @@ up), `out_proj` of Gated DeltaNet such an output times a normalised vector: at m
 
 The hidden state is the sum of the two linears of each of L layers, each again with the model's part and the adapter's.
 If the adapter's are at most S, the next norm's sum of squares over H elements is at most (4 L S)^2 H. S is such that
-this is `LARGEST_SQUARES`, a thirtieth of what float32 holds: routing weights may add up to more than 1. It is 1.5 * 10^14
-for the 61 layers of DeepSeek-V3. bfloat16 has the same range.
+this is `LARGEST_SQUARES`, a thirtieth of what float32 holds: routing weights may add up to more than 1. S is
+1.5 * 10^14 for the 61 layers of DeepSeek-V3. bfloat16 has the same range.
 
 The model's own part is not checked: outputs of usable models are below 10^4, and a model beyond 10^5 is not saved by
 refusing an adapter.

@@ -21,6 +21,7 @@ from kt_runtime.resident.routes.keys import TokenKeys
 from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.resident.server import Resident
 from kt_runtime.resident.training import checkpoint
+from kt_runtime.resident.training.session import SessionId
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
     CloseSession,
@@ -229,7 +230,10 @@ def test_a_session_s_next_request_waits_for_what_is_still_prepared_ahead(
         return real(session)
 
     monkeypatch.setattr(checkpoint, "taken_masters", gated)
-    server.send((Publish(request_id="refused", session="s", name="no name"), {}))
+    other = SessionId("other", "other")
+    resident.publisher.owners.begin(other)
+    resident.publisher.owners.claim("carol", other)
+    server.send((Publish(request_id="refused", session="s", name="carol"), {}))
     server.send(*a_step(server.make_batch, "1"))
     for _ in range(20):
         server.turn()
@@ -238,7 +242,7 @@ def test_a_session_s_next_request_waits_for_what_is_still_prepared_ahead(
     while len(inbox.replies) < 3:
         server.turn()
     assert [reply.request_id for reply in inbox.replies] == ["refused", "backward 1", "step 1"]
-    assert inbox.replies[0].kind == "InvalidValueError" and not resident._workers._jobs
+    assert inbox.replies[0].kind == "ConflictError" and not resident._workers._jobs
 
 
 def test_what_is_prepared_ahead_is_small_and_of_a_session_that_exists(

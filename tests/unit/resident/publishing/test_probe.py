@@ -26,7 +26,9 @@ def of_dtype(adapter: AdapterTensors, dtype: torch.dtype) -> AdapterTensors:
     return AdapterTensors.from_modules(adapter.rank, adapter.alpha, pairs)
 
 
-def read_by_experts(lab: Any, monkeypatch: pytest.MonkeyPatch, adapter: AdapterTensors) -> tuple[list[Any], list[Slice]]:
+def read_by_experts(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, adapter: AdapterTensors
+) -> tuple[list[Any], list[Slice]]:
     """The tensors that the experts have while a layer runs, and the probe's slices."""
     found: list[Any] = []
     real = lab.twin.run_layer

@@ -199,7 +199,11 @@ def test_of_several_empty_slots_the_one_with_most_memory_is_filled(manager: Any,
 
 
 def test_slots_keep_memory_that_their_adapters_do_not_need_up_to_a_bound(
-    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, written: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    served: SimpleNamespace,
+    manager: Any,
+    adapter: AdapterTensors,
+    written: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In all slots: what one slot keeps, another one may not."""
     released: list[int] = []
