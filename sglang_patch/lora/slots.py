@@ -40,6 +40,9 @@ from kt_runtime.sglang_patch.lora.pool import (
 
 RELEASED_BYTES = 64 << 20
 """A slot that has less memory than that beyond what its adapter needs keeps it always."""
+AT_ONCE_BYTES = 32 << 20
+"""Of a slot's memory, that the engine's thread writes at most, in ten milliseconds or twenty. An adapter of a low rank
+takes more in a slot than in its file: B has a column for each of the server's ranks."""
 MOST_SPARE_BYTES = 512 << 20
 """Of all slots. A session that publishes again and again alternates between two slots."""
 
@@ -81,8 +84,8 @@ class ReservedSlot:
         self._is_filled = True
 
     def fill_at_once(self, adapter: InstalledAdapter) -> bool:
-        """As `fill`, on the calling thread. False: the slot must give pages back before, and is not filled."""
-        if self._has_too_much(adapter):
+        """As `fill`, on the engine's thread. False: it would take too long, and the slot is not filled."""
+        if slot_bytes(self._pool, adapter) > AT_ONCE_BYTES or self._has_too_much(adapter):
             return False
         note_written(self._pool, self.index, adapter)
         for copy in copies_into(self._pool, self.index, adapter):

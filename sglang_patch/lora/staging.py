@@ -3,8 +3,8 @@
 Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, and what `slots.py` names. Reason: SGLang copies an adapter
 into a slot in the scheduler's thread, in the first batch that uses it; every stream waits for that copy, a second for
 an adapter of gigabytes. Its own overlapped loading needs an accelerator's streams. Here the request stays in the
-waiting queue while a thread copies. Adapters of less than `INLINE_BYTES` are copied in their batch: they take less time
-than a decode step.
+waiting queue while a thread copies. Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take much
+more in a slot: they take less time than a decode step.
 
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
 takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too.
@@ -72,7 +72,7 @@ class Staging:
             return None
         if not self._fits(adapter, taken):
             return False
-        if adapter.num_bytes <= INLINE_BYTES or not slots.is_in_host_memory(self._manager):
+        if self._is_small(adapter) or not slots.is_in_host_memory(self._manager):
             return None
         assert lora_id is not None
         slot = slots.reserve(self._manager, taken, is_awaited=True)
@@ -149,6 +149,10 @@ class Staging:
 
     def _is_ready(self, lora_id: str | None) -> bool:
         return lora_id in self._manager.memory_pool.uid_to_buffer_id
+
+    def _is_small(self, adapter: InstalledAdapter) -> bool:
+        in_slot = slot_bytes(self._manager.memory_pool, adapter)
+        return adapter.num_bytes <= INLINE_BYTES and in_slot <= slots.AT_ONCE_BYTES
 
     def _fits(self, adapter: InstalledAdapter, taken: set[str | None]) -> bool:
         """Beside the adapters that are `taken`; alone any adapter does."""

@@ -91,6 +91,22 @@ def test_a_slot_that_is_filled_at_once_has_the_same(
     manager.fetch_new_loras({"at once", None})
 
 
+def test_the_engine_s_thread_fills_no_slot_that_takes_much_memory(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the adapter: committing a gigabyte of B's unused columns takes a second."""
+    built = prepare_adapter(manager, served.config, "name", adapter).adapter
+    in_slot = pool_module.slot_bytes(manager.memory_pool, built)
+    assert in_slot > built.num_bytes
+    monkeypatch.setattr(slots, "copies_into", lambda *arguments: pytest.fail("copied"))
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", in_slot - 1)
+    slot = slots.reserve(manager)
+    assert slot is not None and not slot.fill_at_once(built)
+    monkeypatch.undo()
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", in_slot)
+    assert slot.fill_at_once(built)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_is_served_is_the_masters_rounding_to_the_bit(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -195,6 +195,9 @@ def test_a_small_adapter_is_copied_in_its_batch(
     made = staging.Staging(manager)
     installed("first")
     assert made.may_run("first", set()) is None and not made._fills
+    # Unless it takes much more memory in a slot.
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", 0)
+    assert made.may_run("first", {None}) is False and list(made._fills) == ["first"]
     made.close()
 
 
