@@ -153,7 +153,7 @@ class Resident:
         self._moved: deque[Moved] = deque()
         self._wakeup = Wakeup()
         self._ahead: set[str] = set()  # keys of loads that are read before their requests were taken
-        self._open = OpenRequests()
+        self._open, self._knows_open = OpenRequests(), False
         self._reads_ahead = host.num_ranks == 1 and device.is_host(host.device)
         self._files: dict[str, str] = {}  # key of a writer's job -> request id
         self._unanswered: dict[str, Incoming] = {}
@@ -212,7 +212,7 @@ class Resident:
         request = incoming.request
         if isinstance(request, SessionRequest):
             is_alone = self._open.begin(request.session, request.request_id)
-            if isinstance(request, messages.Publish) and self._reads_ahead and is_alone:
+            if isinstance(request, messages.Publish) and self._reads_ahead and self._knows_open and is_alone:
                 self.handlers.publish_ahead(request)
         if isinstance(request, messages.LoadAdapter) and self._reads_ahead and len(self._ahead) < MOST_AHEAD:
             key = f"load {request.request_id}"
@@ -234,6 +234,8 @@ class Resident:
         self._wakeup.clear()
         self._host.poll()
         self._statuses.answer_due()
+        # Requests that came while the twin was built were not announced: all of them have been answered.
+        self._knows_open = self._knows_open or not (self._unanswered or self._server.has_pending)
         arrived = []
         for incoming in self._server.take():
             self._unanswered[incoming.request_id] = incoming

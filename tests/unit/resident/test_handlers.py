@@ -168,6 +168,7 @@ def trained(make_host: Callable[..., Any], make_batch: Any, tmp_path: Path) -> I
         resident.apply(resident.decisions())
         resident.turn()
 
+    turn()
     lora = LoraSettings(rank=2, alpha=4.0, targets=["attention"])
     send((CreateSession(request_id="open", session="s", lora=lora), {}), *a_step(make_batch, "0"))
     while len(inbox.replies) < 3:
@@ -216,6 +217,26 @@ def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
         server.turn()
     late, again = inbox.replies[2:]
     assert isinstance(late, PublishReply) and isinstance(again, PublishReply) and late.version == again.version
+
+
+def test_nothing_is_prepared_ahead_while_requests_may_be_open_that_were_not_announced(
+    trained: tuple[Resident, Inbox, Any],
+) -> None:
+    """Those that came while the resident was built."""
+    resident, inbox, server = trained
+    resident._knows_open = False
+    backward, step = a_step(server.make_batch, "1")
+    inbox._waiting = [Incoming(request, arrays, b"", request.request_id) for request, arrays in (backward, step)]
+    server.turn()
+    server.send((Publish(request_id="publish", session="s", name="carol"), {}))
+    assert not resident.handlers._ahead
+    while len(inbox.replies) < 3:
+        server.turn()
+    server.turn()
+    server.send((Publish(request_id="again", session="s", name="carol"), {}))
+    assert resident.handlers._ahead
+    while len(inbox.replies) < 4:
+        server.turn()
 
 
 def test_a_session_s_next_request_waits_for_what_is_still_prepared_ahead(
