@@ -78,7 +78,10 @@ class LoraModules:
             return nn.Parameter(tensor.detach(), requires_grad=False)
 
         found = sorted((by_name[name] for name in adapter.modules), key=lambda module: module.layer)
-        pairs = ((each, *(frozen(each, tensor) for tensor in adapter.modules[each.name])) for each in found)
+        pairs = (
+            (each, frozen(each, adapter.modules[each.name].a), frozen(each, adapter.modules[each.name].b))
+            for each in found
+        )
         yield from self._place(key, pairs, config)
 
     def _place(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -224,7 +224,12 @@ def test_slots_keep_memory_that_their_adapters_do_not_need_up_to_a_bound(
     """In all slots: what one slot keeps, another one may not."""
     released: list[int] = []
     real = slots.release_parts
-    monkeypatch.setattr(slots, "release_parts", lambda pool, index: released.append(index) or real(pool, index))
+
+    def release_parts(pool: Any, index: int) -> list[Callable[[], None]]:
+        released.append(index)
+        return real(pool, index)
+
+    monkeypatch.setattr(slots, "release_parts", release_parts)
     built = prepare_adapter(manager, served.config, "name", adapter).adapter
     each = pool_module.slot_bytes(manager.memory_pool, built)
     large = slots.MOST_SPARE_BYTES // 2

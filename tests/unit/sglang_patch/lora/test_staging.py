@@ -213,7 +213,12 @@ def test_the_memory_of_a_dropped_adapter_is_kept_for_the_next_one_up_to_a_bound(
     made = staging.Staging(manager, budget_bytes)
     monkeypatch.setattr(staging, "_staging", made)
     released: list[int] = []
-    monkeypatch.setattr(made, "_release", lambda slot: (released.append(slot.index), slot.give_back()))
+
+    def release(slot: slots.ReservedSlot) -> None:
+        released.append(slot.index)
+        slot.give_back()
+
+    monkeypatch.setattr(made, "_release", release)
     most = slots.MOST_SPARE_BYTES if budget_bytes is None else slots.RELEASED_BYTES
     for num_bytes, is_kept in ((most, True), (most + 1, False)):
         installed(f"of {num_bytes}")
