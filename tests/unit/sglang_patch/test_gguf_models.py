@@ -31,7 +31,7 @@ from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
 MODELS = (None, "one")  # the base, and an adapter
-LOGPROB_TOLERANCE = 1e-4  # more than 3.8e-5 measured, with GLM-4.7-Flash
+LOGPROB_TOLERANCE = 1e-4  # 5.4e-5 measured, with GLM-4.7-Flash
 EXPERTS = {"_exps": "Q8_0"}
 ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
 
