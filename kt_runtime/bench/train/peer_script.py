@@ -19,6 +19,11 @@ from transformers import AutoModelForCausalLM
 
 ATTENTION = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen3_5_moe_text": [
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+    ],
     "deepseek": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

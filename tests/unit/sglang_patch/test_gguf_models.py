@@ -12,7 +12,7 @@ from reference.resident.native_step import prompt
 from reference.resident.scheduler import engine
 from reference.server.greedy import load_hugging_face, logprobs_of
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
@@ -22,7 +22,7 @@ from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
 LOGPROB_TOLERANCE = 1e-4
-EXPERTS = {"_exps": "Q8_0"}
+EXPERTS = {"_exps.weight": "Q8_0"}
 ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
-from kt_runtime.bench.serve.quantized.mix import MIXES, type_of
+from kt_runtime.bench.serve.gguf.mix import MIXES, type_of
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.errors import CheckpointError, UnknownNameError
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
