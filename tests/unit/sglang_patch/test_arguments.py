@@ -213,7 +213,8 @@ def test_a_model_with_states_has_pages_of_one_token_and_a_pool_for_its_streams(
             "14: .* at least 15 slots for --max-running-requests 5",
         ),
         ({"passed_on": ("--page-size=8",)}, True, "--page-size 8: qwen3_next keeps a state"),
-        ({"cache_host_bytes": 1 << 30}, True, "--cache-host.* qwen3_next keeps a state .* no room"),
+        ({"cache_disk_bytes": 1 << 30}, True, "--cache-disk: qwen3_next keeps a state .* record for each token"),
+        ({"cache_page_tokens": 8}, True, "--cache-page-tokens 8: qwen3_next keeps a state .* pages of 1 token"),
         ({}, False, "qwen3_next keeps a state .* CPU only"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Families with a mechanism of their own in attention (sinks and windows, chunks, an indexer) in SGLang's own scheduler:
-a token's bits depend on its own sequence alone, also in a prompt of 4,096 tokens."""
+"""Families with a mechanism of their own in attention (sinks and windows, chunks, an indexer) in SGLang's scheduler: a
+token's bits depend on its own sequence alone, also in a prompt of 4,096 tokens."""
 
 from __future__ import annotations
 
