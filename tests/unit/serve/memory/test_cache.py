@@ -99,15 +99,15 @@ def test_sizes_that_nothing_fits_into_are_refused_with_the_numbers(values: dict[
 
 
 def test_a_host_tier_has_states_in_the_device_s_proportion() -> None:
-    """Of 16 requests at most the device has 64 slots, of 13,440 bytes each; a token has 256."""
+    """Of 16 requests at most the device has 64 slots, of 40,896 bytes each; a token has 256."""
     options: dict[str, Any] = {"config": WITH_STATES, "max_total_tokens": 1024, "max_running_requests": 16}
-    of_device = 1024 * 256 + 64 * 13440
+    of_device = 1024 * 256 + 64 * 40896
     tiers = plan(**options, cache_host_bytes=3 * of_device)
     assert (tiers.page_tokens, tiers.token_bytes, tiers.host_tokens) == (1, 256, 3 * 1024)
-    assert (tiers.state_slots, tiers.slot_bytes, tiers.host_slots) == (64, 13440, 192)
-    assert 3 * 1024 * 256 + 191 * 13440 <= tiers.host_bytes <= 3 * of_device + 13440
-    assert "host 3072 tokens and 192 states (3.2 MiB)" in describe(tiers)
-    with pytest.raises(InvalidValueError, match=r"1024 \(1.1 MiB with 840 KiB of linear attention's states\)"):
+    assert (tiers.state_slots, tiers.slot_bytes, tiers.host_slots) == (64, 40896, 192)
+    assert tiers.host_bytes == 3 * of_device
+    assert "host 3072 tokens and 192 states (8.2 MiB)" in describe(tiers)
+    with pytest.raises(InvalidValueError, match=r"has 1024 \(2.7 MiB with 2.5 MiB of linear attention's states\)"):
         plan(**options, cache_host_bytes=of_device)
 
 
