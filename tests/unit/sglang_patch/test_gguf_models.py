@@ -1,5 +1,5 @@
-"""GGUF files of Mixtral and OLMoE in SGLang's own scheduler, against Hugging Face in float32: llama.cpp's order of
-Mixtral's query and key rows, and its names. With linear layers that stay quantized, and dequantized."""
+"""GGUF files in SGLang's own scheduler, against Hugging Face in float32: the names of llama.cpp, its order of rows and
+columns, and what it computes of numbers. With linear layers that stay quantized, and dequantized."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference.checkpoints.gguf_models import dequantized, requantize
+from reference.checkpoints.gguf_models import dequantized, expressible, requantize
+from reference.delta_net import hugging_face_in_float64
 from reference.resident.native_step import prompt
 from reference.resident.scheduler import engine
 from reference.server.greedy import load_hugging_face, logprobs_of
 
 from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.experts.packed.weight import PackedWeight
+from kt_runtime.families import family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
@@ -23,29 +25,47 @@ from kt_runtime.wire.messages import STEP_RUNNING
 LENGTHS = (2, 9, 70)
 LOGPROB_TOLERANCE = 1e-4
 EXPERTS = {"_exps.weight": "Q8_0"}
-ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
+ALL = {
+    **EXPERTS,
+    "attn_v.weight": "Q5_0",
+    "attn_output.weight": "Q8_0",
+    "output.weight": "MXFP4",
+    "attn_q.weight": "Q4_0",
+    "attn_k.weight": "Q8_0",
+}
 
 
-@pytest.mark.parametrize("types", [EXPERTS, ALL], ids=["experts", "all"])
-@pytest.mark.parametrize("preset", ["tiny-mixtral", "tiny-olmoe"])
+@pytest.mark.parametrize(
+    ("preset", "types"),
+    [
+        *((preset, types) for preset in ("tiny-mixtral", "tiny-olmoe") for types in (EXPERTS, ALL)),
+        ("tiny-gpt-oss", {**ALL, "_exps.weight": "MXFP4"}),
+        ("tiny-llama4", ALL),
+        ("tiny-qwen3-next", EXPERTS),
+        ("tiny-qwen3-5-moe-text", ALL),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "experts" if value is EXPERTS else "all",
+)
 def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
     patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, types: dict[str, str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = make_model(preset, tmp_path / "model", seed=5)
+    model = make_model(expressible(preset), tmp_path / "model", seed=5)
     write_gguf_model(model, tmp_path / "bf16.gguf")
     requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", types)
     plain = load_hugging_face(dequantized(model, tmp_path / "whole.gguf", tmp_path / "plain"))
     with engine(resolve_model(str(tmp_path / "whole.gguf")).directory) as running:
         prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
         running.run(*(running.request(rid, tokens, logprob_start_len=0) for rid, tokens in prompts.items()))
-        assert native_step.state() == STEP_RUNNING
+        family = family_for(running.config)
+        assert (native_step.state() == STEP_RUNNING) == (family.decoder_stack(running.config) is not None)
         weights = named_tensors(running.scheduler.tp_worker.model_runner.model).items()
         packed = [name for name, weight in weights if isinstance(weight, PackedWeight)]
-        layers = running.config["num_hidden_layers"]
-        assert len(packed) == (0 if types is EXPERTS else 2 * layers + 1)
+        layers = 0 if family.keeps_states else running.config["num_hidden_layers"]
+        assert len(packed) == (0 if types is EXPERTS or not layers else 2 * layers + 1)
         for rid, tokens in prompts.items():
-            expected = logprobs_of(plain, tokens + running.tokens[rid])
+            with hugging_face_in_float64():
+                expected = logprobs_of(plain, tokens + running.tokens[rid])
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
             assert np.std(expected) > 0.1
             assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
