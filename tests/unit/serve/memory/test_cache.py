@@ -106,8 +106,8 @@ def test_a_host_tier_has_states_in_the_device_s_proportion() -> None:
     assert (tiers.page_tokens, tiers.token_bytes, tiers.host_tokens) == (1, 256, 3 * 1024)
     assert (tiers.state_slots, tiers.slot_bytes, tiers.host_slots) == (64, 40896, 192)
     assert tiers.host_bytes == 3 * of_device
-    assert "host 3072 tokens and 192 states (8.2 MiB)" in describe(tiers)
-    with pytest.raises(InvalidValueError, match=r"has 1024 \(2.7 MiB with 2.5 MiB of linear attention's states\)"):
+    assert "host 3072 tokens and 192 states (8.24 MiB)" in describe(tiers)
+    with pytest.raises(InvalidValueError, match=r"has 1024 \(2.75 MiB with 2.5 MiB of linear attention's states\)"):
         plan(**options, cache_host_bytes=of_device)
 
 
