@@ -18,6 +18,7 @@ from reference.server.greedy import load_hugging_face, logprobs_of
 from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import family_for
+from kt_runtime.families.gguf import packed_tensors
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
@@ -67,8 +68,10 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
         assert (native_step.state() == STEP_RUNNING) == (family.decoder_stack(running.config) is not None)
         weights = named_tensors(running.scheduler.tp_worker.model_runner.model).items()
         packed = [name for name, weight in weights if isinstance(weight, PackedWeight)]
-        layers = 0 if family.keeps_states else running.config["num_hidden_layers"]
-        assert len(packed) == (0 if types is EXPERTS or not layers else 2 * layers + 1)
+        kept, sources = packed_tensors(running.config), family.twin_sources(running.config)
+        assert len(packed) == len({source.source for source in sources if source.name in kept})
+        if not family.keeps_states:
+            assert len(packed) == (0 if types is EXPERTS else 2 * running.config["num_hidden_layers"] + 1)
         for rid, tokens in prompts.items():
             with hugging_face_in_float64():
                 expected = logprobs_of(plain, tokens + running.tokens[rid])
