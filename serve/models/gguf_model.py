@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,11 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     family = family_for(config)
     family.check(config)
     paths = {name: file.path for file in files for name in file.tensors}
-    _check_dense(config, tensors, paths, where)
+    dense = _checked_dense(config, tensors, paths, where)
     types = {name: entry.dtype for name, entry in tensors.items()}
     experts = gguf.expert_types(types, family.moe_layers(config), where)
     _check_experts(config, tensors, paths)
+    _check_nothing_is_left(config, tensors, dense, paths)
     listed = [str(file.path) for file in files]
     stats = [os.stat(path) for path in listed]
     config["quantization_config"] = {
@@ -97,13 +98,18 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     return config
 
 
-def _check_dense(
+def _checked_dense(
     config: Mapping[str, Any], tensors: Mapping[str, Entry], paths: Mapping[str, Path], where: str
-) -> None:
+) -> set[str]:
+    """Names of the tensors that serving reads, but for the experts'. Raises CheckpointError for a missing one, and for
+    one of another shape."""
     is_tied = bool(config.get("tie_word_embeddings"))
+    known = set(gguf.read_for_config(config))
     for source in family_for(config).twin_sources(config):
         if is_tied and source.name == "lm_head.weight":
             continue
+        for way in gguf.alternatives(config, source.name, source.shape):  # some files have kv_b_proj whole and split
+            known.update(part.name for part in way.parts)
         for part in gguf.held(config, source.name, source.shape, tensors).parts:
             if part.name not in tensors:
                 raise CheckpointError(f"{where}: tensor {part.name!r} is missing")
@@ -112,6 +118,23 @@ def _check_dense(
                     f"{paths[part.name]}: tensor {part.name!r} has shape {list(tensors[part.name].shape)}, expected "
                     f"{list(part.shape)}"
                 )
+    return known
+
+
+def _check_nothing_is_left(
+    config: Mapping[str, Any], names: Collection[str], known: Collection[str], paths: Mapping[str, Path]
+) -> None:
+    """Raises CheckpointError for a tensor that nothing would read, such as a bias that the family has not. Those behind
+    the last layer are read past."""
+    layers = config["num_hidden_layers"]
+    experts = {f"{gguf.expert_prefix(layer)}.{part}" for layer in range(layers) for part in gguf.expert_tensors(config)}
+    left = [name for name in names if name not in known and name not in experts and gguf.layer_of(name) < layers]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise CheckpointError(
+            f"{paths[left[0]]}: tensor {left[0][:80]!r}{more}: a model of the family {family_for(config).name} has no "
+            "such tensor; without it the answers would be others"
+        )
 
 
 def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, str]:

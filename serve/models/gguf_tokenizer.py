@@ -60,8 +60,13 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama4": (_GPT_4O,),
     "llama-bpe": (_LLAMA,),
     "deepseek-v3": _DEEPSEEK_V3,
+    "glm4": (_LLAMA,),
+    "minimax-m2": (_GPT_4O,),
 }
-"""Name of `tokenizer.ggml.pre` → the patterns at which text is split, one after the other. None: GPT-2's own."""
+"""Name of `tokenizer.ggml.pre` → the patterns at which text is split, one after the other. None: GPT-2's own. Names:
+llama.cpp, src/llama-vocab.cpp."""
+_IGNORES_MERGES = ("llama-bpe", "glm4")
+"""Where a part that is a token itself is never made of others."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
@@ -95,7 +100,7 @@ def _tokenizer(file: GgufFile) -> bytes:
         raise CheckpointError(
             f"{file.path}: key 'tokenizer.ggml.merges' holds {bad!r}; expected pairs that form tokens"
         )
-    tokenizer = Tokenizer(models.BPE(plain, merges))
+    tokenizer = Tokenizer(models.BPE(plain, merges, ignore_merges=split in _IGNORES_MERGES))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PATTERNS[split])
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[split]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])

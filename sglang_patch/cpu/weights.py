@@ -83,6 +83,10 @@ def dense_tensors(
             len(of_images),
             min(of_images),
         )
+    _say_what_is_behind(past)
+
+
+def _say_what_is_behind(past: Collection[str]) -> None:
     if past:
         progress.logger.info(
             "read past %d tensors behind the last layer, such as %s: multi-token prediction (MTP) is not served",
@@ -97,7 +101,8 @@ def gguf_tensors(
     """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
     `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. Vectors stay float32,
-    which SGLang converts where its parameter has another dtype; a tied head is left out.
+    which SGLang converts where its parameter has another dtype; a tied head is left out. Layers behind the
+    last are read past, and the log says so.
     """
     family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
@@ -108,6 +113,8 @@ def gguf_tensors(
                 continue
             held = gguf.held(config, name, source.shape, tensors)
             yield family.stored_name(name), tensors.read_held(held, torch.float32 if len(source.shape) == 1 else dtype)
+        num_layers = integer(config, "num_hidden_layers")
+        _say_what_is_behind([name for name in tensors.names() if gguf.layer_of(name) >= num_layers])
 
 
 def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,9 @@
 """The Hugging Face config of a GGUF file's keys.
 
 Keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; their meaning: src/llama-hparams.cpp and the
-models' files in src/models. What these have in their source, without a key, stands in `OF_LLAMA_CPP`.
+models' files in src/models. A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name.
+Layers behind the last, for multi-token prediction (`nextn_predict_layers`), are read past. What llama.cpp has in its
+source, without a key, stands in `OF_LLAMA_CPP`.
 """
 
 from __future__ import annotations
@@ -402,6 +404,11 @@ def _llama3_scaling(file: _Reader, theta: float, head: int) -> dict[str, Any] | 
     raise CheckpointError(f"{file.where}: tensor {_ROPE_FREQS!r} is not of a Llama 4's rotary embedding")
 
 
+def read_for_config(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tensors of a file from which keys of its config were computed."""
+    return (_ROPE_FREQS,) if config["model_type"] == "llama4_text" else ()
+
+
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head: int) -> list[float]:
     """What llama.cpp divides each frequency by (LlamaModel.generate_extra_tensors)."""
     factor, positions = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -418,6 +425,55 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, head: int) -> list[
     return [of(2 * math.pi * theta ** (2 * number / head)) for number in range(head // 2)]
 
 
+def _glm4_moe(file: _Reader) -> dict[str, Any]:
+    _require_sigmoid(file)
+    head = file.number("attention.key_length")
+    return {
+        **file.common(),
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.shapes),
+        "first_k_dense_replace": file.number("leading_dense_block_count"),
+        "head_dim": head,
+        "intermediate_size": file.number("feed_forward_length"),
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
+        "n_group": 1,
+        "n_routed_experts": file.number("expert_count"),
+        "n_shared_experts": file.number("expert_shared_count"),
+        "norm_topk_prob": file.flag("expert_weights_norm", True),
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "partial_rotary_factor": file.number("rope.dimension_count") / max(1, head),
+        "routed_scaling_factor": file.real("expert_weights_scale", 1.0),
+        "topk_group": 1,
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.shapes),
+    }
+
+
+def _minimax_m2(file: _Reader) -> dict[str, Any]:
+    _require_sigmoid(file)
+    return {
+        **file.common(),
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": file.number("attention.key_length"),
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "model_type": "minimax_m2",
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_local_experts": file.number("expert_count"),
+        "qk_norm_type": "per_layer",
+        "rotary_dim": file.number("rope.dimension_count"),
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+
+
+def _require_sigmoid(file: _Reader) -> None:
+    gating = file.number("expert_gating_func", _SIGMOID)
+    if gating != _SIGMOID:
+        raise file.error("expert_gating_func", gating, f"{_SIGMOID} (sigmoid)")
+
+
 _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3moe": _qwen3_moe,
     "deepseek2": _deepseek,
@@ -427,6 +483,8 @@ _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3next": _qwen3_next,
     "qwen35moe": _qwen3_5_moe,
     "llama4": _llama4,
+    "glm4moe": _glm4_moe,
+    "minimax-m2": _minimax_m2,
 }
 ARCHITECTURES = tuple(_ARCHITECTURES)
 """Those that are served; each was compared with llama.cpp."""

@@ -16,6 +16,7 @@ Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. Wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -29,8 +30,14 @@ Config = Mapping[str, Any]
 Order = tuple[int, ...]
 
 EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-WITH_POST_NORM = ("gpt_oss", "qwen3_next", "qwen3_5_moe_text")  # `post_attention_norm` in place of `ffn_norm`
+WITH_POST_NORM = (
+    "glm4_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)  # `post_attention_norm` in place of `ffn_norm`
 QWEN3_NEXT, QWEN3_5 = "qwen3_next", "qwen3_5_moe_text"
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -142,6 +149,20 @@ def alternatives(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Hel
     return (Held(name, shape, (part,), rows, columns, _values(config, name)),)
 
 
+def interleaved_heads(config: Config, name: str) -> int:
+    """Heads of the Hugging Face tensor `name` whose halves are interleaved in the file; 0: its rows are as they are."""
+    if config["model_type"] != "mixtral":
+        return 0
+    keys = {".self_attn.q_proj.weight": "num_attention_heads", ".self_attn.k_proj.weight": "num_key_value_heads"}
+    return next((int(config[key]) for end, key in keys.items() if name.endswith(end)), 0)
+
+
+def layer_of(name: str) -> int:
+    """The layer of a GGUF file's tensor; -1: it is of no layer."""
+    match = _LAYER.match(name)
+    return -1 if match is None else int(match[1])
+
+
 def expert_prefix(layer: int) -> str:
     """The prefix of a layer's experts for the native loader (csrc/weights/gguf_layer.h)."""
     return f"blk.{layer}"
@@ -207,10 +228,8 @@ def _qkvz(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Held, Held
 
 def _orders(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Order | None, Order | None]:
     """Of rows and of columns."""
-    if config["model_type"] == "mixtral":
-        keys = {".self_attn.q_proj.weight": "num_attention_heads", ".self_attn.k_proj.weight": "num_key_value_heads"}
-        heads = next((config[key] for end, key in keys.items() if name.endswith(end)), None)
-        return (None if heads is None else _interleaved(heads, shape[0] // heads)), None
+    if heads := interleaved_heads(config, name):
+        return _interleaved(heads, shape[0] // heads), None
     if config["model_type"] != QWEN3_5 or ".linear_attn." not in name:
         return None, None
     key_heads, value_heads, key, value = _delta_sizes(config)

@@ -1,12 +1,12 @@
 """The keys of a GGUF file of a model.
 
 What llama.cpp reads: src/models/qwen3moe.cpp, deepseek2.cpp, llama.cpp, olmoe.cpp, openai-moe.cpp, qwen3next.cpp,
-qwen35moe.cpp and llama4.cpp.
+qwen35moe.cpp, llama4.cpp, glm4-moe.cpp and minimax-m2.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kt_runtime.bench.serve.gguf.mix import FILE_TYPES
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     import gguf
 
 WITHOUT_EXPERT_SIZE = ("llama", "olmoe")  # feed_forward_length is the experts' there
+ROTATED: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
+    "llama": lambda config, head: head,
+    "llama4": lambda config, head: head,
+    "glm4moe": lambda config, head: int(head * config["partial_rotary_factor"]),
+    "minimax-m2": lambda config, head: int(config["rotary_dim"]),
+}
+"""By architecture, elements of a head that are rotated, for those that have a key for it. `head`: its size."""
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> None:
@@ -40,14 +47,19 @@ def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> No
     writer.add_expert_count(family.num_experts(config))
     writer.add_expert_used_count(family.num_experts_per_tok(config))
     if config.get("kv_lora_rank"):
-        _add_deepseek_keys(writer, config)
+        _add_latent_keys(writer, config)
+        _add_router_keys(writer, config)
         return
     writer.add_head_count_kv(integer(config, "num_key_value_heads"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    if family.gguf_architecture in ("llama", "llama4"):
-        writer.add_rope_dimension_count(head_dim)
+    if family.gguf_architecture in ROTATED:
+        writer.add_rope_dimension_count(ROTATED[family.gguf_architecture](config, head_dim))
+    if family.gguf_architecture == "glm4moe":
+        _add_router_keys(writer, config)
+    if family.gguf_architecture == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family.gguf_architecture == "llama4":
         writer.add_interleave_moe_layer_step(integer(config, "interleave_moe_layer_step"))
     if family.gguf_architecture == "gpt-oss":
@@ -85,10 +97,8 @@ def _add_delta_net_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], head
         writer.add_rope_dimension_sections([*sections, 0])
 
 
-def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_latent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     """Latent attention counts as one head for keys and values; its own sizes are the `_mla` keys."""
-    import gguf
-
     latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
     writer.add_head_count_kv(1)
     writer.add_kv_lora_rank(latent)
@@ -99,6 +109,12 @@ def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> No
     writer.add_rope_dimension_count(rope)
     if config.get("q_lora_rank"):
         writer.add_q_lora_rank(integer(config, "q_lora_rank"))
+
+
+def _add_router_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Of the families with leading dense layers and shared experts. GLM's configs do not say `scoring_func`."""
+    import gguf
+
     writer.add_leading_dense_block_count(int(config["first_k_dense_replace"]))
     writer.add_expert_shared_count(integer(config, "n_shared_experts"))
     writer.add_expert_weights_scale(float(config.get("routed_scaling_factor", 1.0)))
@@ -106,9 +122,8 @@ def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> No
     if config.get("n_group"):
         writer.add_expert_group_count(integer(config, "n_group"))
         writer.add_expert_group_used_count(integer(config, "topk_group"))
-    is_sigmoid = config.get("scoring_func") == "sigmoid"
     kinds = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+    writer.add_expert_gating_func(kinds.SIGMOID if family_for(config).has_correction_bias(config) else kinds.SOFTMAX)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
