@@ -10,6 +10,7 @@ from kt_runtime.families.gguf.layout import (
     expert_prefix,
     expert_tensors,
     held,
+    interleaved_heads,
     layer_of,
 )
 from kt_runtime.families.gguf.types import (
