@@ -69,7 +69,7 @@ def _keep_packed(model: Any, *args: Any, **kwargs: Any) -> None:
     with GgufTensors(files) as tensors:
         for parameter, sources in parts.items():
             sources.sort(key=lambda source: source.start)
-            held = [gguf.held(content, each.name, each.shape, tensors) for each in sources]
+            held = [gguf.held(content, each.name, each.shape, tensors.names()) for each in sources]
             weight = tensors.packed(held, config.dtype)
             module = model.get_submodule(parameter.rpartition(".")[0])
             module.weight = torch.nn.Parameter(weight, requires_grad=False)

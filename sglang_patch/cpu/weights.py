@@ -111,7 +111,7 @@ def gguf_tensors(
             name = source.name
             if name in kept or (is_tied and name == "lm_head.weight"):
                 continue
-            held = gguf.held(config, name, source.shape, tensors)
+            held = gguf.held(config, name, source.shape, tensors.names())
             yield family.stored_name(name), tensors.read_held(held, torch.float32 if len(source.shape) == 1 else dtype)
         num_layers = integer(config, "num_hidden_layers")
         _say_what_is_behind([name for name in tensors.names() if gguf.layer_of(name) >= num_layers])

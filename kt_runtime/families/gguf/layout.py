@@ -17,7 +17,7 @@ Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. Wh
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -128,7 +128,7 @@ class Held:
         return whole and self.columns is None and self.values is Values.SAME
 
 
-def held(config: Config, name: str, shape: tuple[int, ...], present: Container[str]) -> Held:
+def held(config: Config, name: str, shape: tuple[int, ...], present: Collection[str]) -> Held:
     """How a file with the tensors `present` holds the Hugging Face tensor `name`, which is not of a routed expert.
 
     Where none of the ways is there, that of today's files: their tensors are then missing.
@@ -220,8 +220,10 @@ def _qkvz(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Held, Held
     prefix, hidden = f"blk.{name.split('.')[2]}", shape[1]
     key_heads, value_heads, key, value = _delta_sizes(config)
     of_keys, of_values = key_heads * key, value_heads * value
-    parts = (Part(f"{prefix}.attn_qkv.weight", (2 * of_keys + of_values, hidden)),)
-    parts += (Part(f"{prefix}.attn_gate.weight", (of_values, hidden)),)
+    parts = (
+        Part(f"{prefix}.attn_qkv.weight", (2 * of_keys + of_values, hidden)),
+        Part(f"{prefix}.attn_gate.weight", (of_values, hidden)),
+    )
     rows = _by_kind(key_heads, (key, key, value_heads // key_heads * value, value_heads // key_heads * value))
     return Held(name, shape, parts, rows), Held(name, shape, (Part(f"{prefix}.ssm_in.weight", shape),))
 
