@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kt_runtime.resident.pacing.budget import Load
     from kt_runtime.resident.pacing.latencies import Latencies
     from kt_runtime.resident.routes.store import RouteStore
-    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
+    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 
 @dataclass
@@ -155,7 +155,12 @@ class Host(Protocol):
         ...
 
     def poll(self) -> None:
-        """Called once per turn on rank 0; calls `done` of every move that the frontend has answered."""
+        """Called once per turn on every rank; on rank 0 it calls `done` of every move that the frontend has
+        answered."""
+        ...
+
+    def ranks(self) -> list[RankStatus]:
+        """The processes of several ranks now; empty with one."""
         ...
 
     def cache_tiers(self) -> list[CacheTier]:

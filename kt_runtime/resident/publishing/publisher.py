@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersi
 
 logger = logging.getLogger(__name__)
 
+OTHER_RANK_SECONDS, OTHER_RANK_POLL_SECONDS = 5.0, 0.05
 MAX_WAITING_OF_NAME = 4
 """Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
 
@@ -105,7 +107,8 @@ def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
 class Publisher:
     """Nothing can be published before `start`.
 
-    `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
+    `probe`: None with several ranks, which have no twin; what overflows is found when serving. `is_writer`: this process
+    is rank 0, which writes the versions. `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
     stage 4 has ended. On these events, the owner of this object must call `probe` (stage 1) and `finish` (stage 4) with
     the same arguments on every rank.
     """
@@ -116,17 +119,19 @@ class Publisher:
         family: Family,
         store: VersionStore,
         kept_versions: int,
-        probe: Probe,
+        probe: Probe | None,
         submit: Callable[[Work], None],
         workers: Workers,
         moved: Callable[[str, Exception | None], None],
         *,
         stores_at_once: bool = False,
+        is_writer: bool = True,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._persistence = Persistence(store, host.model, at_once=stores_at_once)
+        self._persistence = Persistence(store, host.model, at_once=stores_at_once, is_writer=is_writer)
+        self._is_writer = is_writer
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
         self._has_asked = False
@@ -345,6 +350,8 @@ class Publisher:
             operation.prepared = self._workers.take(lora_id)
         except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, problem)
+            if error is None and not self._is_writer:  # rank 0 has it, so requests for it would come
+                raise
             return
         self._probe_or_install(operation)
 
@@ -369,7 +376,7 @@ class Publisher:
     def _probe_or_install(self, operation: _Operation) -> None:
         prepared = operation.prepared
         assert prepared is not None
-        if self._probe.is_needless(prepared.adapter, prepared.contents):
+        if self._probe is None or self._probe.is_needless(prepared.adapter, prepared.contents):
             self._install(operation)
             return
         slices = self._probe.slices(prepared.adapter, f"adapter {operation.name!r}")
@@ -494,10 +501,21 @@ class Publisher:
         def read() -> Prepared:
             adapter = self._persistence.adapter(name, version.hash)
             if adapter is None:
-                adapter = self._store.load(name, version.hash)
+                adapter = self._loaded(name, version.hash)
             return preparation.stored(adapter, version)
 
         return read
+
+    def _loaded(self, name: str, version: str) -> AdapterTensors:
+        """From the store. A rank that does not write it waits for rank 0, which may hold the version in memory yet."""
+        deadline = time.monotonic() + (0.0 if self._is_writer else OTHER_RANK_SECONDS)
+        while True:
+            try:
+                return self._store.load(name, version)
+            except KtError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(OTHER_RANK_POLL_SECONDS)
 
     # Restoring and describing.
 
