@@ -107,7 +107,8 @@ NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_
   Status status;
   {
     py::gil_scoped_release release;
-    const int64_t part = share.second == num_experts ? 0 : share.second;
+    const bool is_whole = share.first == 0 && share.second == num_experts;
+    const int64_t part = is_whole ? 0 : share.second;
     status = load_layer(checkpoint, prefix, table, {num_threads, num_nodes, format, share.first, part}, &layer);
   }
   check(status);

@@ -46,6 +46,8 @@ class Host(Protocol):
     dtype: torch.dtype
     num_ranks: int
     """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
+    has_whole_tensors: bool
+    """False where each rank has parts of the model's tensors, of which a twin can't have views: nothing is trained."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int

@@ -114,8 +114,7 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.family = family_for(host.config)
-        # Ranks have parts of tensors, of which a twin can't have views: several ranks serve, and train nothing.
-        self.twin = Twin(host) if host.num_ranks == 1 else None
+        self.twin = Twin(host) if host.has_whole_tensors else None
         stated = Settings(
             tpot_target_ms=settings.tpot_target_ms,
             ttft_target_ms=settings.ttft_target_ms,

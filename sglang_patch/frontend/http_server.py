@@ -39,8 +39,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerBusyError
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
-from kt_runtime.sglang_patch.frontend import chat_logprobs, deaths, processes, tokenizing
+from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import deaths
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,26 +1,28 @@
 """This process among the ranks of the server.
 
-Symbols (SGLang 0.5.23): `runtime_context.get_parallel`, which is read: SGLang starts the ranks, one scheduler process
-each, and connects them. `layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP` is set. Reason: every rank samples, and they must
+SGLang starts the ranks, one scheduler process each, and connects them by torch.distributed, in which nothing else takes
+part. Symbol (SGLang 0.5.23): `layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP` is set. Reason: every rank samples, and all must
 agree on the tokens, whatever their random states are. SGLang's environment variable would also ask for NCCL.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+
+import torch.distributed as dist
 
 from kt_runtime.ranks import Exchange, GroupExchange
 
-SYMBOLS = ("sglang.srt.runtime_context.get_parallel", "sglang.srt.layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP")
+SYMBOLS = ("sglang.srt.layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP",)
 
 
 def num_ranks() -> int:
-    return int(_parallel().tp_size)
+    """1 in a process that is no rank, such as the frontend."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    return int(_parallel().tp_rank)
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def exchange() -> Exchange | None:
@@ -38,10 +40,5 @@ def agree_on_tokens() -> None:
 
 @cache
 def _exchange() -> GroupExchange:
-    return GroupExchange(_parallel().tp_group.device_group)
-
-
-def _parallel() -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()
+    assert dist.group.WORLD is not None
+    return GroupExchange(dist.group.WORLD)

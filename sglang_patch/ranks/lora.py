@@ -1,6 +1,6 @@
 """A rank's part of an adapter: B of a dense linear layer is split as its outputs are, routed experts as the experts are.
 
-Touches nothing of SGLang's. A of a dense layer is whole on every rank, since every rank has all inputs.
+A of a dense layer is whole on every rank, since every rank has all inputs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 from kt_runtime.families import LoraModule
 from kt_runtime.ranks import Share
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter, PoolKey, pool_key
-
-SYMBOLS = ()
 
 
 def part_of(adapter: InstalledAdapter, modules: Iterable[LoraModule], share: Share) -> InstalledAdapter:

@@ -11,6 +11,8 @@ from typing import Any
 
 from kt_runtime.sglang_patch.frontend.stalls import RANK, rank_names
 
+SYMBOLS = ("sglang.srt.utils.watchdog.SubprocessWatchdog",)
+
 
 def described(watchdog: Any) -> str:
     """ "rank 1 (process 123) has died: SIGKILL"; empty with one rank, or if none has ended yet.
