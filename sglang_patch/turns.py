@@ -103,7 +103,7 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     hot.turn()
     if _resident is not None:
         _resident.turn()
-        if _metrics.is_due:
+        if group.rank() == 0 and _metrics.is_due:
             _metrics.publish(_resident.training_turns())
     return received
 

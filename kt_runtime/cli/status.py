@@ -35,8 +35,8 @@ def command(url: str | None, api_key: str | None, as_json: bool) -> None:
         f"{status['requests_in_flight']} requests, {len(status['sessions'])} training sessions, "
         f"{len(status['adapters'])} adapters; weights {status['fingerprint'][:SHOWN] or 'not hashed yet'}"
     )
-    if status["ranks"]:
-        _show_ranks(status["ranks"])
+    if ranks := status.get("ranks"):
+        _show_ranks(ranks)
     if status.get("registry") is not None:
         _show_registry(status["registry"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def run_ranks(num_ranks: int, work: Callable[[Exchange], Any]) -> list[Any]:
 def _answer(connection: Connection) -> tuple[str, Any]:
     assert connection.poll(SECONDS), "a rank does not answer"
     try:
-        found: tuple[str, Any] = connection.recv()
+        found: tuple[str, Any] = pickle.loads(connection.recv_bytes())
     except EOFError:
         return "a rank has died", None
     return found
@@ -62,10 +63,11 @@ def _rank(
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/met", rank=rank, world_size=num_ranks)
         assert dist.group.WORLD is not None
-        connection.send(("", work(GroupExchange(dist.group.WORLD))))
+        # `send` would leave a tensor's memory with this process, which ends.
+        connection.send_bytes(pickle.dumps(("", work(GroupExchange(dist.group.WORLD)))))
         dist.barrier()
     except Exception:  # noqa: BLE001 - the test's process raises it
-        connection.send((traceback.format_exc(), None))
+        connection.send_bytes(pickle.dumps((traceback.format_exc(), None)))
     finally:
         connection.close()
         os._exit(0)
