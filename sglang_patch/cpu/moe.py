@@ -35,7 +35,6 @@ from kt_runtime import device
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.experts.gguf import gguf_files
-from kt_runtime.experts.machine import default_threads
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.families.stack import SILU, SWIGLU_OAI, ExpertMlp, activation_of
@@ -121,7 +120,7 @@ def _load_store(directory: Path) -> ExpertStore:
     prefix = gguf.expert_prefix if gguf_files(config.get("quantization_config")) else family.expert_prefix
     keys = {layer: prefix(layer) for layer in family.moe_layers(config)}
     shape, mlp = ExpertShape(*family.expert_shape(config)), family.expert_mlp(config)
-    exchange, num_threads = group.exchange(), settings.expert_threads if settings else None
+    exchange = group.exchange()
     share = None if exchange is None else exchange.share.of(shape.num_experts, "experts")
     held = f"experts {share.start} to {share.stop - 1}" if share else "the routed experts"
     logger.info("reading %s of %d layers from %s", held, len(keys), directory)
@@ -130,7 +129,7 @@ def _load_store(directory: Path) -> ExpertStore:
         keys,
         shape,
         isa=settings.expert_isa if settings else None,
-        num_threads=num_threads or max(1, default_threads() // group.num_ranks()),
+        num_threads=settings.expert_threads if settings else None,
         expert_format=settings.expert_format if settings else None,
         progress=LayersRead(_checkpoint_bytes(config, shape, mlp) // group.num_ranks()),
         rename=family.our_name,
