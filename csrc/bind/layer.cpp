@@ -202,7 +202,8 @@ void NativeLayer::combine(py::handle rows, py::handle row_of, py::handle weights
   call.rows = view_of(rows, {.name = "rows", .dtypes = {DType::kF32}, .shape = {-1, -1}});
   call.row_of = view_of(row_of, {.name = "row_of", .dtypes = {DType::kI64}, .shape = {-1, -1}});
   const int64_t tokens = call.row_of.shape[0];
-  call.weights = view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, call.row_of.shape[1]}});
+  call.weights =
+      view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, call.row_of.shape[1]}});
   const TensorView result =
       view_of(out, {.name = "out", .dtypes = floats, .shape = {tokens, call.rows.shape[1]}, .written = true});
   check_disjoint({{"out", result}}, {{"rows", call.rows}, {"row_of", call.row_of}, {"weights", call.weights}});

@@ -22,8 +22,8 @@ class Exchange(Protocol):
         ...
 
     def columns_of_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows [counts[rank], C] of each rank -> [sum of counts, C / N]: this rank's columns of the rows of rank 0, then
-        of rank 1, and so on."""
+        """rows [counts[rank], C] of each rank -> [sum of counts, C / N]: this rank's columns of the rows of rank 0,
+        then of rank 1, and so on."""
         ...
 
 

@@ -36,8 +36,9 @@ class SharedExperts:
         slots: Sequence[LoraSlot | None] = (),
         token_slots: Tensor | None = None,
     ) -> Tensor:
-        """As `ExpertLayer.forward`: x [T, H], ids [T, K] of all experts, -1: not routed, weights [T, K] -> [T, H], equal
-        on all ranks but for the arguments `slots`, which have this rank's experts.
+        """As `ExpertLayer.forward`: x [T, H], ids [T, K] of all experts, -1: not routed, weights [T, K] -> [T, H].
+
+        Arguments are equal on all ranks, but for `slots`, which have this rank's experts.
 
         The result has this rank's columns, and -0.0 in those of others (`Share.placed`): the sum over ranks has the
         bits of one process. Raises NumericsError, on all ranks, for NaN or Inf in x or weights.

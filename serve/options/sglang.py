@@ -23,7 +23,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("SGLang logs its arguments; set KT_RUNTIME_API_KEY instead", "--api-key --admin-api-key"),
     ("a file can hold options that kt-runtime decides; write them out", "--config"),
     (
-        "ranks are of one machine and one kind, set by --tp-size: heads, outputs and experts are split over all of them",
+        "ranks are of one machine and one kind, set by --tp-size: heads, outputs and experts are split over them all",
         "--pp-size --pipeline-parallel-size --dp-size --data-parallel-size --ep "
         "--ep-size --expert-parallel-size --moe-dp-size --moe-data-parallel-size --dcp-size "
         "--decode-context-parallel-size --attn-cp-size --attention-context-parallel-size --attn-dp-size "

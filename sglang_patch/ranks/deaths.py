@@ -19,7 +19,9 @@ def described(watchdog: Any) -> str:
 
     A rank that a signal has ended comes before ranks that ended with an error of their own.
     """
-    names = rank_names([(name, process.pid) for name, process in zip(watchdog._names, watchdog._processes, strict=True)])
+    names = rank_names(
+        [(name, process.pid) for name, process in zip(watchdog._names, watchdog._processes, strict=True)]
+    )
     ended = [
         (process.exitcode, f"{name} (process {pid})")
         for (name, pid), process in zip(names, watchdog._processes, strict=True)

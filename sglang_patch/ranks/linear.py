@@ -51,7 +51,7 @@ def split_by_outputs(original: Callable[..., None], layer: Any, *args: Any, **kw
     if exchange is None:
         return
     if layer.bias is not None or not layer.input_is_parallel:
-        raise InvalidValueError(f"a linear layer of {layer.output_size} outputs has a bias: it is not split over ranks")
+        raise InvalidValueError(f"a linear layer of {layer.output_size} outputs has a bias: ranks can't split it")
     rows = exchange.share.of(layer.output_size, "outputs")
     weight = layer.weight
     weight.data = weight.data.view(len(rows), layer.input_size)

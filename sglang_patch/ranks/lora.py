@@ -1,4 +1,4 @@
-"""A rank's part of an adapter: B of a dense linear layer is split as its outputs are, routed experts as the experts are.
+"""A rank's part of an adapter: B of a dense linear layer is split as its outputs are, LoRA of experts by expert.
 
 A of a dense layer is whole on every rank, since every rank has all inputs.
 """
@@ -29,5 +29,7 @@ def _part(weight: FusedLora, parts: list[range], share: Share) -> FusedLora:
     if weight.a.dim() == 3:
         own = share.of(len(weight.a), "experts")
         return FusedLora(weight.a[own.start : own.stop].clone(), weight.b[own.start : own.stop].clone(), weight.parts)
-    rows = [part.start + row for part in sorted(parts, key=lambda part: part.start) for row in share.of(len(part), "rows")]
+    rows = [
+        part.start + row for part in sorted(parts, key=lambda part: part.start) for row in share.of(len(part), "rows")
+    ]
     return FusedLora(weight.a, weight.b[rows], weight.parts)

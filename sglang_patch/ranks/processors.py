@@ -1,7 +1,7 @@
 """Each rank has processors of its own.
 
-Symbol (SGLang 0.5.23): `distributed.bootstrap._bind_threads_if_cpu`, which is called before the ranks are connected, and
-before this process has threads. Reason: SGLang wants a memory node for each rank, and binds nothing without its kernel
+Symbol (SGLang 0.5.23): `distributed.bootstrap._bind_threads_if_cpu`, called before the ranks are connected, and before
+this process has threads. Reason: SGLang wants a memory node for each rank, and binds nothing without its kernel
 library. The expert pool pins its threads to the first processors of the process, which would be those of all ranks.
 """
 

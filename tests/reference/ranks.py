@@ -55,9 +55,7 @@ def _answer(connection: Connection) -> tuple[str, Any]:
     return found
 
 
-def _rank(
-    directory: Path, rank: int, num_ranks: int, work: Callable[[Exchange], Any], connection: Connection
-) -> None:
+def _rank(directory: Path, rank: int, num_ranks: int, work: Callable[[Exchange], Any], connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:

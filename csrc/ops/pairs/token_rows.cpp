@@ -53,8 +53,7 @@ Status combine_rows(const Tiles& tiles, int num_threads, const PairRows& call, c
   }
   const Rows<const float> rows{call.rows.as<float>(), call.rows.strides[0]};
   run_ranges(num_tokens, kTokensInTask, num_threads, [&](int64_t first, int64_t count) {
-    for (int64_t token = first; token < first + count; ++token)
-      combine_pairs(tiles, routing, rows, true, token, out);
+    for (int64_t token = first; token < first + count; ++token) combine_pairs(tiles, routing, rows, true, token, out);
   });
   return {};
 }

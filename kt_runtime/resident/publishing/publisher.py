@@ -51,9 +51,10 @@ from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersi
 
 logger = logging.getLogger(__name__)
 
-OTHER_RANK_SECONDS, OTHER_RANK_POLL_SECONDS = 5.0, 0.05
 MAX_WAITING_OF_NAME = 4
 """Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
+RANK_SECONDS, RANK_POLL_SECONDS = 5.0, 0.05
+"""How long, and how often, a rank looks for a version that rank 0 is about to write."""
 
 Done = Callable[[AdapterVersion | Exception], None]
 """Called once, with the version that the name means now (`lora_id` set), or with the error."""
@@ -107,10 +108,12 @@ def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
 class Publisher:
     """Nothing can be published before `start`.
 
-    `probe`: None with several ranks, which have no twin; what overflows is found when serving. `is_writer`: this process
-    is rank 0, which writes the versions. `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
+    `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
     stage 4 has ended. On these events, the owner of this object must call `probe` (stage 1) and `finish` (stage 4) with
     the same arguments on every rank.
+
+    `probe`: None where there is no twin; what overflows is then found when serving. `is_writer`: this is rank 0, which
+    writes the versions to disk.
     """
 
     def __init__(
@@ -348,7 +351,7 @@ class Publisher:
                 self._workers.give_up(lora_id)
                 raise error
             operation.prepared = self._workers.take(lora_id)
-        except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
+        except Exception as problem:
             self._end(operation, problem)
             if error is None and not self._is_writer:  # rank 0 has it, so requests for it would come
                 raise
@@ -508,14 +511,14 @@ class Publisher:
 
     def _loaded(self, name: str, version: str) -> AdapterTensors:
         """From the store. A rank that does not write it waits for rank 0, which may hold the version in memory yet."""
-        deadline = time.monotonic() + (0.0 if self._is_writer else OTHER_RANK_SECONDS)
+        deadline = time.monotonic() + (0.0 if self._is_writer else RANK_SECONDS)
         while True:
             try:
                 return self._store.load(name, version)
             except KtError:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(OTHER_RANK_POLL_SECONDS)
+            time.sleep(RANK_POLL_SECONDS)
 
     # Restoring and describing.
 

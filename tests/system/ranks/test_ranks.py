@@ -74,7 +74,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
-    """To prompts alone, together, with cached prefixes; of the base, and of adapters beside it; of a name that moves."""
+    """To prompts alone, together, with cached prefixes; of the base and of adapters beside it; of a name that moves."""
     given = [ask(api, prompt) for prompt in prompts()]
     for name in ADAPTERS:
         api.post("/kt/adapters", {"name": name, "path": str(directory / name)})

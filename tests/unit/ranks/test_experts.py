@@ -46,15 +46,15 @@ def over_ranks(problem: Problem, num_ranks: int, directory: str, expert_format: 
 def layer_of(directory: str, exchange: Exchange, expert_format: str | None = None) -> SharedExperts:
     share = exchange.share.of(EXPERTS, "experts")
     shape = ExpertShape(EXPERTS, HIDDEN, INNER)
-    store = ExpertStore.load(
-        Path(directory), {0: KEY}, shape, num_threads=1, expert_format=expert_format, share=share
-    )
+    store = ExpertStore.load(Path(directory), {0: KEY}, shape, num_threads=1, expert_format=expert_format, share=share)
     assert store.shape.num_experts == len(share)
     return SharedExperts(store.layers[0], exchange, EXPERTS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(("dtype", "expert_format"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "expert_format"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
 def test_the_sum_over_ranks_has_the_bits_of_one_process(
     tmp_path: Path, num_ranks: int, dtype: torch.dtype, expert_format: str | None
 ) -> None:

@@ -438,7 +438,7 @@ def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
     follower = Resident(other, engine.settings, None)
     try:
         with engine.client() as client:
-            with pytest.raises(ConflictError, match="this server has 2 ranks .* serve only"):
+            with pytest.raises(ConflictError, match=r"this server has 2 ranks .* serve only"):
                 client.create_session("a", LORA)
             loaded = client.load_adapter("bob", str(path))
             status = client.status()
