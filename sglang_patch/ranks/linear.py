@@ -5,7 +5,7 @@ SGLang 0.5.23 symbols: `layers.linear.RowParallelLinear.__init__`, `.forward`, `
 by their inputs, and ranks add up partial sums: a sum over inputs then has another order than in one process. Here each
 rank gets the inputs of all, and has some rows of the weight. All other layers that SGLang splits, it splits by outputs.
 
-SGLang's layer boundaries add the ranks' results; `Share.placed` makes that sum exact.
+SGLang's layer boundaries add up the ranks' results; `Share.placed` makes that sum exact.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ SYMBOLS = (
     "sglang.srt.lora.layers.RowParallelLinearWithLoRA.forward",
     f"{POOL}.get_lora_A_shape",
     f"{POOL}.get_lora_B_shape",
-    "sglang.srt.layers.dp_attention.should_skip_mlp_all_reduce",
-    "sglang.srt.distributed.tensor_model_parallel_all_reduce",
 )
 SPLIT_BY_OUTPUTS = ("o_proj",)
 """Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
@@ -45,13 +43,19 @@ def install(hooks: Hooks) -> None:
 
 
 def split_by_outputs(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """The layer's parameter has as many elements as SGLang's: [outputs / N, inputs] instead of [outputs, inputs / N]."""
+    """The layer's parameter has as many elements as SGLang's: [outputs / N, inputs], not [outputs, inputs / N].
+
+    Raises InvalidValueError for a layer that Qwen3-MoE does not have: with a bias, or with a sum over ranks of its own.
+    """
     original(layer, *args, **kwargs)
     exchange = group.exchange()
     if exchange is None:
         return
-    if layer.bias is not None or not layer.input_is_parallel:
-        raise InvalidValueError(f"a linear layer of {layer.output_size} outputs has a bias: ranks can't split it")
+    if layer.bias is not None or not layer.input_is_parallel or layer.reduce_results:
+        raise InvalidValueError(
+            f"a layer of {layer.output_size} outputs can't be split over ranks: bias {layer.bias is not None}, "
+            f"input_is_parallel {layer.input_is_parallel}, reduce_results {layer.reduce_results}"
+        )
     rows = exchange.share.of(layer.output_size, "outputs")
     weight = layer.weight
     weight.data = weight.data.view(len(rows), layer.input_size)
@@ -66,26 +70,15 @@ def _load_rows(rows: range, parameter: torch.Tensor, loaded: torch.Tensor) -> No
 
 
 def forward_of_all_inputs(
-    original: Callable[..., Any], layer: Any, input_: torch.Tensor, skip_all_reduce: bool = False, *args: Any, **kw: Any
+    original: Callable[..., Any], layer: Any, input_: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """SGLang's forward, with and without LoRA: [T, inputs / N] -> [T, outputs], to be summed over ranks."""
     exchange = group.exchange()
     if exchange is None:
-        return original(layer, input_, skip_all_reduce, *args, **kw)
+        return original(layer, input_, *args, **kwargs)
     plain = getattr(layer, "base_layer", layer)
-    columns, bias = original(layer, exchange.all_columns(input_), True, *args, **kw)
-    result = exchange.share.placed(columns, plain.kt_outputs)
-    return (_summed(result) if plain.reduce_results and not skip_all_reduce else result), bias
-
-
-def _summed(result: torch.Tensor) -> torch.Tensor:
-    from sglang.srt.distributed import tensor_model_parallel_all_reduce
-    from sglang.srt.layers.dp_attention import should_skip_mlp_all_reduce
-
-    if should_skip_mlp_all_reduce():
-        return result
-    found: torch.Tensor = tensor_model_parallel_all_reduce(result)
-    return found
+    columns, bias = original(layer, exchange.all_columns(input_), *args, **kwargs)
+    return exchange.share.placed(columns, plain.kt_outputs), bias
 
 
 def whole_a(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def test_ranks_with_their_experts_and_memory(monkeypatch: pytest.MonkeyPatch) ->
     rank = {"rank": 1, "pid": 77, "first_expert": 4, "num_experts": 4, "rss_bytes": 3 << 30, "peak_bytes": 4 << 30}
     ranks = [rank | {"dense_bytes": 1 << 30, "expert_bytes": 1 << 30}]
     said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())
-    assert "77 │ 4 to 7 │ 2.0 GiB │ 3.0 GiB │ 4.0 GiB" in said
+    assert "77 │ 4 to 7 │ 2 GiB │ 3 GiB │ 4 GiB" in said
 
 
 def test_replicas_and_where_a_name_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

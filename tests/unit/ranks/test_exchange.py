@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference.ranks import run_ranks
+from reference.server.real_ranks import run_ranks
 
 from kt_runtime.ranks import Exchange
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference.expert_problems import Problem, build_layer, per_expert_tensors, present, random_problem
-from reference.ranks import run_ranks
+from reference.server.real_ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 
