@@ -106,6 +106,36 @@ def test_two_ranks_answer_with_the_bits_of_one(directory: Path, dtype: str, expe
         assert_training_is_refused(api)
 
 
+def test_ranks_stay_together_whatever_requests_do(directory: Path) -> None:
+    """Sampled tokens, clients that go away, numbers that are not finite on one rank, grammars."""
+    config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+    lora.write_adapter(directory / "huge", lora.huge_adapter(config))
+    with running(directory, "together", "--tp-size", "2") as api, ThreadPoolExecutor(8) as pool:
+        before = ask(api, prompts()[3])
+        sampled = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0}
+        streams = [pool.submit(sample, api, [5, 6, each], **sampled) for each in range(3, 11)]
+        leave_while_it_streams(api)
+        assert [len(each.result().json()["output_ids"]) for each in streams] == [24] * 8
+        api.post("/kt/adapters", {"name": "huge", "path": str(directory / "huge")})
+        refused = sample(api, [5, 6, 7], adapter="huge", max_new_tokens=4)
+        assert refused.status_code == 422 and "adapter 'huge' computed numbers that are not finite" in refused.text
+        refused = sample(api, [5, 6, 7], regex="a+", max_new_tokens=4)
+        assert refused.status_code == 400 and "grammar" in refused.text.lower()
+        assert ask(api, prompts()[3]) == before
+
+
+def sample(api: ServerAPI, prompt: list[int], adapter: str | None = None, **sampling: Any) -> httpx.Response:
+    body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter}
+    return httpx.post(f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False)
+
+
+def leave_while_it_streams(api: ServerAPI) -> None:
+    body = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+    with httpx.stream("POST", f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False) as answer:
+        next(line for line in answer.iter_lines() if line)
+    until(lambda: not api.get("/kt/status")["requests_in_flight"])
+
+
 def assert_each_rank_holds_its_share(directory: Path, status: dict[str, Any], whole: dict[str, Any]) -> None:
     assert whole["ranks"] == []
     ranks = status["ranks"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import moe
 from reference.expert_problems import Problem, build_layer, per_expert_tensors, present, random_problem
 from reference.server.real_ranks import run_ranks
 from safetensors.torch import save_file
@@ -102,3 +103,30 @@ def test_all_ranks_refuse_what_is_not_finite(tmp_path: Path, name: str) -> None:
         return str(raised.value)
 
     assert run_ranks(2, work) == [f"{name} has NaN or Inf"] * 2
+
+
+def test_a_rank_never_holds_more_than_its_share_and_one_layer(tmp_path: Path) -> None:
+    experts, size, layers = 8, 512, 6
+    shape = ExpertShape(experts, size, size)
+    one = moe.random_experts(experts, size, size, seed=0)
+    tensors = [per_expert_tensors(one, f"layers.{layer}") for layer in range(layers)]
+    save_file({name: tensor for each in tensors for name, tensor in each.items()}, tmp_path / "model.safetensors")
+    layer_bytes = 3 * experts * size * size * 2
+
+    def load(exchange: Exchange) -> tuple[int, int]:
+        """The store's bytes, and how much the process has grown at most."""
+        share = exchange.share.of(experts, "experts")
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far (proc(5))
+        before = kib("VmRSS")
+        keys = {layer: f"layers.{layer}" for layer in range(layers)}
+        store = ExpertStore.load(tmp_path, keys, shape, num_threads=1, share=share)
+        return store.resident_bytes, 1024 * (kib("VmHWM") - before)
+
+    for resident_bytes, grown_bytes in run_ranks(2, load):
+        assert resident_bytes == layers * layer_bytes // 2
+        assert grown_bytes < resident_bytes + layer_bytes
+
+
+def kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
