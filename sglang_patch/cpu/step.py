@@ -287,7 +287,7 @@ def _why_not(runner: Any) -> str:
     if settings is not None and not settings.step:
         return "--no-step"
     if get_parallel().tp_size * get_parallel().pp_size > 1:
-        return "the model is split over several ranks, whose modules exchange rows and columns"
+        return "the model is split over several ranks"
     config = runner.model_config.hf_config.to_dict()
     if not moe.keeps_experts_in_store(runner.model_config.hf_config):
         return f"{config.get('model_type')!r} is not one of kt-runtime's model families"
