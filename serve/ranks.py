@@ -64,6 +64,7 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
         ("--cache-host", "the tiers of the prefix cache are one process's"): bool(options.cache_host_bytes),
         ("--cache-disk", "the tiers of the prefix cache are one process's"): bool(options.cache_disk_bytes),
         ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
+        ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
         ("--routing-replay", "it is for training"): bool(options.routing_replay_bytes),
         ("--finetuning-dir", "several ranks do not train"): options.finetuning_dir not in (None, "off"),
         ("--lora-memory", "adapters would leave their slots at other times on each rank"): (

@@ -35,6 +35,7 @@ from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.no_sessions import NoSessions
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
+from kt_runtime.resident.publishing.holdings import Holdings
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
@@ -160,6 +161,7 @@ class Resident:
             self._on_moved,
             stores_at_once=settings.stores_at_once,
             is_writer=server is not None,
+            holdings=Holdings(store.root, settings.max_adapters, settings.max_adapter_disk_bytes),
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set

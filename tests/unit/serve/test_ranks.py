@@ -59,6 +59,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
         ({"routing_replay_bytes": 1 << 20}, "--routing-replay"),
         ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),
         ({"lora_memory_bytes": 1 << 20}, "--lora-memory"),
+        ({"max_adapter_disk_bytes": 1 << 20}, "--max-adapter-disk"),
         ({"passed_on": ("--grammar-backend", "xgrammar")}, "--grammar-backend"),
     ],
 )
