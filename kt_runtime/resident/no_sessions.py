@@ -5,7 +5,7 @@ from __future__ import annotations
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.handlers import Arrays, SessionRequest
 from kt_runtime.resident.scheduler import Slice, Slices
-from kt_runtime.wire.messages import SessionInfo
+from kt_runtime.wire.messages import Publish, SessionInfo
 
 
 class NoSessions:
@@ -24,6 +24,9 @@ class NoSessions:
             "without --tp-size to train; `kt-runtime adapter load` brings here what was trained there"
         )
         yield
+
+    def publish_ahead(self, request: Publish) -> None:
+        """There is nothing to publish."""
 
     @staticmethod
     def opening(request: SessionRequest) -> Slice:
