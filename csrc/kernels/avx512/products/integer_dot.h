@@ -70,13 +70,22 @@ struct DotMadd {
   }
   static Lanes add(Lanes sum, __m512i w, const EvenOdd& x) {
     const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(w, 8);
-    return sum + Lanes(_mm512_madd_epi16(even, x.even)) + Lanes(_mm512_madd_epi16(odd, x.odd));
+    return plus(plus(sum, _mm512_madd_epi16(even, x.even)), _mm512_madd_epi16(odd, x.odd));
   }
   static Lanes add_two(Lanes sum, const __m512i (&w)[2], const Bytes (&x)[2]) {
     const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16(w[0], x[0].all), _mm512_maddubs_epi16(w[1], x[1].all));
-    return sum + Lanes(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    return plus(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
   static __m512i look_up(const uint8_t* levels, __m512i nibbles) { return look_up_by_shuffle(levels, nibbles); }
+
+ private:
+  // Hidden from the compiler, which otherwise adds up the products of several lines before it adds them to the sum, and
+  // has no registers for them.
+  static Lanes plus(Lanes sum, __m512i products) {
+    sum += Lanes(products);
+    __asm__("" : "+v"(sum));
+    return sum;
+  }
 };
 
 #if defined(__AVX512VNNI__)
