@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections import deque
@@ -34,6 +35,7 @@ from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
+from kt_runtime.resident.publishing.preparation import MOST_AHEAD
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
@@ -59,11 +61,30 @@ WRITING_PATIENCE_SECONDS = 900.0
 MOVE_SECONDS = 0.003
 """How long a turn waits for the frontend to move a name; streams wait, too."""
 
-MOST_AHEAD = 4
-"""Requests at once whose files are read before the engine's next turn: each holds a small adapter."""
-
 CLOSING_SECONDS = 60.0
 """How long the closing server waits for files that are being written."""
+
+
+class OpenRequests:
+    """The sessions' requests that have arrived and are not answered. For the wire server's thread and the engine's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, set[str]] = {}
+
+    def begin(self, session: str, request_id: str) -> bool:
+        """Whether it is the session's only one."""
+        with self._lock:
+            requests = self._of.setdefault(session, set())
+            requests.add(request_id)
+            return len(requests) == 1
+
+    def end(self, session: str, request_id: str) -> None:
+        with self._lock:
+            requests = self._of.get(session, set())
+            requests.discard(request_id)
+            if not requests:
+                self._of.pop(session, None)
 
 
 class Server(Protocol):
@@ -133,6 +154,7 @@ class Resident:
         self._moved: deque[Moved] = deque()
         self._wakeup = Wakeup()
         self._ahead: set[str] = set()  # keys of loads that are read before their requests were taken
+        self._open, self._knows_open = OpenRequests(), False
         self._reads_ahead = host.num_ranks == 1 and device.is_host(host.device)
         self._files: dict[str, str] = {}  # key of a writer's job -> request id
         self._unanswered: dict[str, Incoming] = {}
@@ -187,8 +209,13 @@ class Resident:
 
     def arrives(self, incoming: Incoming) -> None:
         """On the wire server's thread, before the request can be taken: reads the file of a load ahead of the engine's
-        next turn. Not for several ranks, whose adapters only decisions prepare."""
+        next turn, or copies the masters of a session that has no other request. Not for several ranks, whose adapters
+        only decisions prepare."""
         request = incoming.request
+        if isinstance(request, SessionRequest):
+            is_alone = self._open.begin(request.session, request.request_id)
+            if isinstance(request, messages.Publish) and self._reads_ahead and self._knows_open and is_alone:
+                self.handlers.publish_ahead(request)
         if isinstance(request, messages.LoadAdapter) and self._reads_ahead and len(self._ahead) < MOST_AHEAD:
             key = f"load {request.request_id}"
             self.publisher.read_ahead(key, request.name, request.path)
@@ -209,6 +236,8 @@ class Resident:
         self._wakeup.clear()
         self._host.poll()
         self._statuses.answer_due()
+        # Requests that came while the twin was built were not announced: all of them have been answered.
+        self._knows_open = self._knows_open or not (self._unanswered or self._server.has_pending)
         arrived = []
         for incoming in self._server.take():
             self._unanswered[incoming.request_id] = incoming
@@ -420,6 +449,8 @@ class Resident:
 
     def _answer(self, reply: Reply, arrays: Arrays | None) -> None:
         incoming = self._unanswered.pop(reply.request_id, None)
+        if incoming is not None and isinstance(incoming.request, SessionRequest):
+            self._open.end(incoming.request.session, incoming.request_id)
         if incoming is not None and self._server is not None:
             self._server.answer(incoming, reply, arrays)
 

@@ -180,6 +180,10 @@ class Publisher:
         """For a publication whose stage 1 runs before `publish_prepared`."""
         return Preparation(self._host, self._family, name, self._host.reserve_slot())
 
+    def preparation_without_slot(self, name: str) -> Preparation:
+        """As `preparation`, on any thread: what it prepares is `placed` by a preparation with a slot."""
+        return Preparation(self._host, self._family, name, None)
+
     def publish_prepared(
         self,
         name: str,
@@ -220,7 +224,7 @@ class Publisher:
 
         On any thread. Nothing is checked that `load` checks.
         """
-        preparation = Preparation(self._host, self._family, name, None)
+        preparation = self.preparation_without_slot(name)
         self._workers.begin(key, f"adapter {name!r} ({path})", lambda: preparation.loaded_if_small(path))
 
     def follow(self, name: str, path: str, version: str, source: str, done: Done) -> None:
