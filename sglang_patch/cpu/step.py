@@ -31,7 +31,7 @@ import torch
 from kt_runtime.errors import KtError, NumericsError
 from kt_runtime.experts.step import NO_LORA, Step
 from kt_runtime.families import family_for
-from kt_runtime.families.stack import GatedDelta
+from kt_runtime.families.stack import DecoderStack, GatedDelta
 from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
@@ -179,9 +179,7 @@ class Program:
 
 def layer_buffers(runner: Any) -> list[tuple[torch.Tensor, ...]]:
     """What each layer keeps of tokens (`kv_buffers`), or of sequences."""
-    return delta_step.kept_by_layers(
-        runner.model.model, kv_buffers(runner.token_to_kv_pool), runner.req_to_token_pool
-    )
+    return delta_step.kept_by_layers(runner.model.model, kv_buffers(runner.token_to_kv_pool), runner.req_to_token_pool)
 
 
 def kv_buffers(pool: Any) -> list[tuple[torch.Tensor, ...]]:
@@ -377,7 +375,6 @@ def _program_of(runner: Any) -> Program:
     assert stack is not None
     attention = next(iter(delta_step.attending_layers(runner.model.model).values()))
     halves = absorbed.weights(runner.model)
-    delta = {index for index, layer in enumerate(stack.layers) if isinstance(layer.attention, GatedDelta)}
     step = build_step(
         stack,
         {**named_tensors(runner.model), **halves},
@@ -386,6 +383,10 @@ def _program_of(runner: Any) -> Program:
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,
         config["vocab_size"],
-        lora_step.lora_pool(runner.lora_manager, delta),
+        lora_step.lora_pool(runner.lora_manager, delta_layers(stack)),
     )
     return Program(runner, step, [*runner.model.parameters(), *halves.values()])
+
+
+def delta_layers(stack: DecoderStack) -> set[int]:
+    return {index for index, layer in enumerate(stack.layers) if isinstance(layer.attention, GatedDelta)}

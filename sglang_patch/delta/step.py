@@ -36,9 +36,7 @@ def attending_layers(model: Any) -> dict[int, Any]:
     return {index: getattr(layer, "self_attn", layer) for index, layer in attending.items()}
 
 
-def kept_by_layers(
-    model: Any, kv: list[tuple[torch.Tensor, ...]], requests: Any
-) -> list[tuple[torch.Tensor, ...]]:
+def kept_by_layers(model: Any, kv: list[tuple[torch.Tensor, ...]], requests: Any) -> list[tuple[torch.Tensor, ...]]:
     """Of each layer its buffers of `kv`, the layers with keys in order, or the convolution's inputs and the states in
     the pool `requests` (`experts.step.GatedDelta`)."""
     buffers = iter(kv)
