@@ -81,10 +81,15 @@ class Tensors {
 
 [[noreturn]] void fail(const std::string& what) { throw BindError{"invalid_value", what}; }
 
+// The stack's dtype, or float32.
+std::vector<DType> or_float32(const Stack& stack) {
+  if (stack.dtype() == DType::kF32) return {DType::kF32};
+  return {stack.dtype(), DType::kF32};
+}
+
 // The router's matrix is multiplied in float32 where experts are chosen in groups; SGLang keeps GLM's so.
 std::vector<DType> gate_types(const Stack& stack) {
-  if (!stack.groups || stack.dtype() == DType::kF32) return {stack.dtype()};
-  return {stack.dtype(), DType::kF32};
+  return stack.groups ? or_float32(stack) : std::vector<DType>{stack.dtype()};
 }
 
 // A layer of the table.
@@ -195,9 +200,8 @@ class LayerReader {
            std::to_string(kMostTaps));
     }
     delta.kept.inputs = tensor("kept_inputs", {states.shape[0], channels, taps - 1}, true);
-    const std::vector<DType> either = {stack_.dtype(), DType::kF32};
-    delta.log_rate = tensor.read("log_rate", {heads}, either);
-    delta.bias = tensor.read("bias", {heads}, either);
+    delta.log_rate = tensor.read("log_rate", {heads}, or_float32(stack_));
+    delta.bias = tensor.read("bias", {heads}, or_float32(stack_));
     delta.norm = tensor("norm", {delta.shape.value_size});
     delta.by_key_head = tensor.flag("by_key_head", false);
     const int64_t all = channels + delta.results();
