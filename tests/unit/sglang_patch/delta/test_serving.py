@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler with the native step: neither chunks, other streams, adapters, cached
-prefixes nor SGLang's modules in the step's place change a bit."""
+"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler with the native step: neither chunks, other streams, adapters,
+cached prefixes nor SGLang's modules in the step's place change a bit."""
 
 from __future__ import annotations
 
