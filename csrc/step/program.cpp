@@ -53,10 +53,10 @@ Status Program::check(const StepBatch& batch) const {
 
 Status Program::check_states(const StepBatch& batch) const {
   const GatedDelta* delta = stack_.delta();
-  if (batch.states.present() != (delta != nullptr))
-    return invalid_value(delta ? "states is missing: the step has layers that keep states"
-                               : "states is given; the step has no layers that keep states");
-  if (!delta) return {};
+  if (!delta && batch.states.present())
+    return invalid_value("states is given; the step has no layers that keep states");
+  if (!delta || batch.sequences.empty()) return {};
+  if (!batch.states.present()) return invalid_value("states is missing: the step has layers that keep states");
   if (batch.states.shape[0] != static_cast<int64_t>(batch.sequences.size())) {
     return invalid_value("states has " + std::to_string(batch.states.shape[0]) + " slots; there are " +
                          std::to_string(batch.sequences.size()) + " sequences");
