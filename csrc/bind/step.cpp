@@ -105,7 +105,7 @@ class LayerReader {
     layer.input_norm = tensor_("input_norm", {stack_.hidden()});
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
-    if (attention.has("states")) {
+    if (attention.has("by_key_head")) {  // no other kind has it
       layer.attention = gated_delta(attention);
     } else if (is_latent(attention)) {
       layer.attention = latent(attention);
@@ -203,7 +203,7 @@ class LayerReader {
     delta.log_rate = tensor.read("log_rate", {heads}, or_float32(stack_));
     delta.bias = tensor.read("bias", {heads}, or_float32(stack_));
     delta.norm = tensor("norm", {delta.shape.value_size});
-    delta.by_key_head = tensor.flag("by_key_head", false);
+    delta.by_key_head = tensor.value("by_key_head").cast<bool>();
     const int64_t all = channels + delta.results();
     delta.inputs =
         delta.by_key_head ? linear(tensor, "inputs", hidden, {all}) : linear(tensor, "inputs", hidden, {channels, all});

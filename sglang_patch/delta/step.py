@@ -55,5 +55,5 @@ def state_slots(backend: Any) -> torch.Tensor | None:
     """int64 [B]: the slots of the prepared batch's states; None for a model without them."""
     if not hasattr(backend, "linear_attn_backend"):
         return None
-    slots: torch.Tensor = backend.linear_attn_backend.forward_metadata[:, 2]
+    slots: torch.Tensor = backend.linear_attn_backend.forward_metadata[:, 2].contiguous()
     return slots

@@ -95,7 +95,7 @@ PARTS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }  # fmt: skip
 OF_LLAMA_4 = {"rotates", "norms_last", "is_chunked", "temperatures", "temperature_every"}
 OF_SPARSE_ATTENTION = {"indexer", "top_k"}
-OF_HYBRIDS = {"is_gated", "key_heads", "by_key_head"}
+LEFT_OUT = {"attention": {"is_gated"}, "delta": {"key_heads", "by_key_head"}, "routed": {"bias"}}
 PLACES = [(place, name) for place, names in PARTS.items() for name in names]
 PREFIXES = {
     "whole": "", "norms": "layers[1].", "latent": "layers[1].attention.", "delta": "layers[1].attention."
@@ -123,7 +123,6 @@ ABSENT = {
     ("latent", "latent_norm"): (
         "layers[1].attention.latent_norm: the attention is of another kind than that of layers[0]"
     ),
-    ("delta", "states"): "layers[1].attention.keys is missing",
     **{("lora", name): f"layers[1].lora.{name} is missing: A and B come in pairs" for name in LORA},
 }
 ANY = {"value_heads": [HEADS, "any", LATENT], "down": [HIDDEN, "any"]}
@@ -208,8 +207,7 @@ def refusal(table: Table, **options: Any) -> str:
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
     parts = {"attention": GroupedQuery, "latent": Latent, "delta": GatedDelta, "mlp": GatedMlp, "routed": RoutedExperts}
     for place, part in parts.items():
-        left_out = {"experts", "window", *OF_LLAMA_4, *OF_SPARSE_ATTENTION, *OF_HYBRIDS}
-        left_out |= {"bias"} if place == "routed" else set()
+        left_out = {"experts", "window", *OF_LLAMA_4, *OF_SPARSE_ATTENTION, *LEFT_OUT.get(place, ())}
         assert PARTS[place].keys() == {field.name for field in fields(part)} - left_out
     assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
     of_others = {f"{name}_{side}" for name in ("compress", "query", "kv_b", "inputs", "gates") for side in "ab"}
