@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-quick test-gpu test-device fuzz soak test-amx test-sanitize test-threads check check-native format clean help
+.PHONY: demo test test-quick test-gpu test-device fuzz fuzz-gguf soak test-amx test-sanitize test-threads check check-native format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -20,6 +20,7 @@ help:
 	@echo "make test-gpu       install, then run tests/gpu on this machine's NVIDIA GPU; without one it ends with status 2"
 	@echo "make test-device    install, then run whole servers on the emulated accelerator, for DEVICE_SEEDS=20 orders of its work"
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
+	@echo "make fuzz-gguf   attack the readers of GGUF files with new inputs for an hour, or for FUZZ_SECONDS"
 	@echo "make soak    send a real server SOAK_REQUESTS=100000 requests: its memory, files and threads stay"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -86,6 +87,12 @@ FUZZ_SECONDS ?= 3600
 fuzz: $(VENV)/installed
 	FUZZ_STRICT=1 FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) FUZZ_REPLAY="$(FUZZ_REPLAY)" \
 	  $(BIN)/pytest -s tests/system/fuzz $(if $(FUZZ_REPLAY),-k replayed) $(PYTEST_ARGS)
+
+# The readers of GGUF files, models' and adapters', against new inputs in each round.
+GGUF_READERS := tests/unit/test_gguf_file.py tests/unit/serve/models/test_gguf_fuzz.py tests/unit/adapters/test_gguf_lora.py
+fuzz-gguf: $(VENV)/installed
+	end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); while [ $$(date +%s) -lt $$end ]; do \
+	  TEST_CASES=all $(BIN)/pytest -q $(GGUF_READERS) -k 'fuzz or damaged' $(PYTEST_ARGS) || exit 1; done
 
 # Many requests to a real server, whose memory, files and threads must stay (docs/testing.md).
 SOAK_REQUESTS ?= 100000

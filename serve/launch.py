@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -37,7 +38,12 @@ from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
-from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
+from kt_runtime.serve.memory.gpu_experts import (
+    check_gpu_experts,
+    check_only_on_cpu,
+    check_stream_experts,
+    only_on_cpu,
+)
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
@@ -88,6 +94,9 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     model = _resolve(options)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
+    check_only_on_cpu(options, model.config)
+    if only_on_cpu(model.config):
+        options = dataclasses.replace(options, stream_experts="off")
     check_gpu_experts(options, model.config, with_gpu=has_gpu())
     check_stream_experts(options, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
@@ -153,9 +162,18 @@ def settings_before_imports(with_gpu: bool) -> dict[str, str]:
 
 
 def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
+    from kt_runtime.sglang_patch.faults import refused_model
     from kt_runtime.sglang_patch.frontend import http_server as frontend
 
-    frontend.run(sglang_arguments, ours)
+    refused_model.forget(ours.wire_address)
+    try:
+        frontend.run(sglang_arguments, ours)
+    except Exception:  # SGLang's or ours: a process has died
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # which says so once more
+        refused = refused_model.refusal(ours.wire_address)
+        if refused is not None:
+            raise refused from None
+        raise
 
 
 def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
@@ -191,6 +209,10 @@ class _Frontend:
         shutil.rmtree(self._scratch, ignore_errors=True)  # left by a killed server; the lock proves that it ended
         # SGLang creates its sockets with `tempfile`; in a private directory no other user can reach them.
         tempfile.tempdir = str(private_directory(self._scratch))
+
+    @property
+    def wire_address(self) -> str:
+        return self._settings.wire_address
 
     def prepare(self, app: FastAPI) -> None:
         self._door.prepare(app)

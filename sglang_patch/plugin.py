@@ -34,8 +34,8 @@ PATCHES = (
     *("lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
-    *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "grammar.stop_patterns"),
-    *("grammar.backend", "latencies", "turns", "warm_up"),
+    *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),
+    *("grammar.stop_patterns", "grammar.backend", "latencies", "turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = (
     "host",

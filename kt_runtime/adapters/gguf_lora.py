@@ -3,8 +3,9 @@
 Keys: general.type "adapter", general.architecture, adapter.type "lora", adapter.lora.alpha (float32). Each module has
 two tensors, `blk.0.attn_q.weight.lora_a` [R, in] and `.lora_b` [out, R]; routed experts are stacked,
 `blk.0.ffn_gate_exps.weight.lora_a` [E, R, in]. Names are those of the `gguf` package's map for the architecture. The
-scaling of a module is alpha / R with R its own rank; without an alpha, or with 0, it is 1. Rows of q_proj and k_proj
-keep their order: llama.cpp permutes them for other architectures, not for qwen3moe and deepseek2.
+scaling of a module is alpha / R with R its own rank; without an alpha, or with 0, it is 1. Of a `llama` (Mixtral) the
+rows of q_proj's and k_proj's B are those of the file's matrices: the halves of each head are interleaved
+(`families.gguf.interleaved_heads`). In the other architectures they keep their order.
 
 kv_b_proj can't be exported. llama.cpp splits it into attn_k_b, transposed, and attn_v_b; its converter has no such form
 for LoRA, and its graph multiplies both without LoRA. Older files, without that split, have `attn_kv_b`, which is read.
@@ -31,6 +32,7 @@ from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_group
 from kt_runtime.adapters.validator import check_adapter, check_rank, check_shape, unknown_module
 from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family, LoraModule
+from kt_runtime.families.gguf import interleaved_heads
 from kt_runtime.files import write_new_file
 
 if TYPE_CHECKING:
@@ -42,7 +44,10 @@ _KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
 
 WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `write_gguf_adapter`
 
-COMPARED = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+COMPARED = (
+    *("qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe"),
+    *("glm4_moe", "glm4_moe_lite", "minimax_m2"),
+)
 """The families whose files were compared with llama.cpp. Of others' q_proj and k_proj it may permute the rows."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
 NOT_APPLIED = {"deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
@@ -101,7 +106,7 @@ def write_gguf_adapter(
     tensors = {
         f"{names[name]}.weight.lora_{letter}": tensor
         for name, pair in used.items()
-        for letter, tensor in zip("ab", pair, strict=True)
+        for letter, tensor in zip("ab", (pair.a, _interleaved(pair.b, _heads(config, name))), strict=True)
     }
     write_new_file(path, partial(_write, tensors, family.gguf_architecture, adapter.alpha, base_model, dtype))
 
@@ -183,11 +188,23 @@ def _parts(
         raise AdapterError(f"{where}: has no LoRA tensors")
     order = {module.name: position for position, module in enumerate(modules)}
     named = sorted(pairs.items(), key=lambda item: order[module_of[item[0]].name])
-    return [part for base, pair in named for part in _module_parts(base, pair, module_of[base], alpha, max_rank, where)]
+    return [
+        part
+        for base, pair in named
+        for part in _module_parts(
+            base, pair, module_of[base], alpha, max_rank, where, _heads(config, module_of[base].name)
+        )
+    ]
 
 
 def _module_parts(
-    base: str, pair: Mapping[str, torch.Tensor], module: LoraModule, alpha: float, max_rank: int, where: str
+    base: str,
+    pair: Mapping[str, torch.Tensor],
+    module: LoraModule,
+    alpha: float,
+    max_rank: int,
+    where: str,
+    interleaved_heads: int,
 ) -> Iterable[Part]:
     for letter in "ab":
         if letter not in pair:
@@ -198,8 +215,22 @@ def _module_parts(
         check_shape(f"{base}.weight.lora_{letter}", pair[letter], expected, where)
     scaling = alpha / rank if alpha else 1.0
     if not module.num_experts:
-        return [Part(module, None, LoraPair(a, b), scaling)]
+        return [Part(module, None, LoraPair(a, _with_halves(b, interleaved_heads)), scaling)]
     return [Part(module, expert, LoraPair(a[expert], b[expert]), scaling) for expert in range(module.num_experts)]
+
+
+def _heads(config: Mapping[str, Any], module: str) -> int:
+    return interleaved_heads(config, f"{module}.weight")
+
+
+def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * size, R]: in each head a row of the first half, then the one of the second half, and so on."""
+    return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
+
+
+def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """What `_interleaved` was made of."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
 
 
 def _unknown(base: str, known: Mapping[str, LoraModule], family: Family, where: str) -> AdapterError:

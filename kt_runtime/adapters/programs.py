@@ -22,6 +22,7 @@ from kt_runtime.families import MLP, SHARED, Family, family_for
 
 _FUSED = (".experts", ".experts.base_layer")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_WHOLE_QUERIES = ".self_attn.q_proj"  # of latent attention without compressed queries, as in DeepSeek-V2-Lite
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,16 @@ def readers(directory: Path, config: Mapping[str, Any]) -> list[Reader]:
     total = sum(sizes.values())
     settings = json.loads((directory / CONFIG_FILE).read_bytes())
     return [
-        *_servers(sizes, total, family),
+        *_servers(sizes, total, family, config),
         _peft(sizes, total, settings, family, config),
         _llama_cpp(sizes, total, family),
     ]
 
 
-def _servers(sizes: Mapping[str, int], total: int, family: Family) -> list[Reader]:
+def _servers(sizes: Mapping[str, int], total: int, family: Family, config: Mapping[str, Any]) -> list[Reader]:
+    if config.get("kv_lora_rank") and any(name.endswith(_WHOLE_QUERIES) for name in sizes):
+        remark = "SGLang 0.5.23 alone expects k_proj and v_proj beside q_proj, and refuses the directory"
+        return [Reader("kt-runtime", total, total, remark)]
     fused = sum(size for name, size in sizes.items() if family.peft_experts == "fused" and name.endswith(_FUSED))
     if not fused:
         return [Reader("kt-runtime and SGLang 0.5.23", total, total)]

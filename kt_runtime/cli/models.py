@@ -15,11 +15,12 @@ from rich.table import Column, Table
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
 from kt_runtime.families import family_for
+from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
-from kt_runtime.serve.memory.server import plan_server, with_lora_rank
+from kt_runtime.serve.memory.server import least_bytes, plan_server, with_lora_rank
 from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters, format_count
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
-from kt_runtime.serve.models.families import CHECKS, family_rows
+from kt_runtime.serve.models.families import CHECKS, FORMAT_CHECKS, family_rows
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 from kt_runtime.serve.models.report import find_preset, locate, models_directory, not_found_message
@@ -34,34 +35,42 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def command(ctx: click.Context, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_summary(name) for name in preset_names()]
+    with_gpu = has_gpu()
+    rows = [_summary(name) | {"memory_bytes": _least_bytes(name, with_gpu)} for name in preset_names()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table(
-        Column("preset", no_wrap=True),
-        "family",
-        Column("total", no_wrap=True),
-        Column("active", no_wrap=True),
-        Column("weights", no_wrap=True),
-        Column("on this machine", overflow="fold"),
-        title="presets, their parameters, and what their weights take in memory",
-    )
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["family"],
-            format_count(row["parameters_total"]),
-            format_count(row["parameters_active"]),
-            format_bytes(row["weights_bytes"]),
-            row["directory"] or ("can be made" if row["is_made"] else "no"),
-        )
-    Console().print(table)
-    Console().print(
-        "`kt-runtime models families` says what each family is and what has been verified, `models formats` in which "
-        "formats weights may be.",
+    console, families = Console(), family_rows()
+    console.print(_presets_table(rows, [family["family"] for family in families]))
+    console.print(_verified_table(families))
+    console.print(
+        "`kt-runtime models families` says what each family is, `models formats` in which formats weights may be, "
+        "`models show NAME` what a model takes on each device.",
         highlight=False,
     )
+
+
+def _presets_table(rows: list[dict[str, Any]], families: list[str]) -> Table:
+    """Presets by family."""
+    names = ("total", "active", "experts", "memory", "here")
+    table = Table(
+        Column("family, presets", no_wrap=True),
+        *(Column(name, no_wrap=True) for name in names),
+        title="families and presets: parameters, format of the experts, the least memory of a server",
+    )
+    for family in families:
+        table.add_section()
+        table.add_row(f"[bold]{family}[/bold]")
+        for row in (row for row in rows if row["family"] == family):
+            table.add_row(
+                f"  {row['name']}",
+                format_count(row["parameters_total"]),
+                format_count(row["parameters_active"]),
+                row["expert_format"],
+                format_bytes(row["memory_bytes"]),
+                "yes" if row["directory"] else "make" if row["is_made"] else "no",
+            )
+    return table
 
 
 @command.command(name="families")
@@ -75,14 +84,23 @@ def families_command(as_json: bool) -> None:
     table = Table(Column("family", no_wrap=True), "attention", "router", "experts", "presets", title="model families")
     for row in rows:
         table.add_row(row["family"], row["attention"], row["router"], row["experts"], ", ".join(row["presets"]))
-    verified = Table(Column("verified", no_wrap=True), "of every family", "by")
+    console = Console()
+    console.print(table)
+    console.print(_verified_table(rows))
+
+
+def _verified_table(rows: list[dict[str, Any]]) -> Table:
+    """`rows`: of `family_rows`."""
+    verified = _checks_table("of every family")
     for check in CHECKS:
         without = [row["family"] for row in rows if check.name not in row["verified"]]
         but = f"; not of {', '.join(without)}" if without else ""
         verified.add_row(check.name, check.claim + but, check.tests)
-    console = Console()
-    console.print(table)
-    console.print(verified)
+    return verified
+
+
+def _checks_table(of_what: str) -> Table:
+    return Table(Column("verified", no_wrap=True), of_what, Column("by", overflow="fold"))
 
 
 @command.command(name="formats")
@@ -97,7 +115,12 @@ def formats_command(as_json: bool) -> None:
     table = Table(Column("quant_method", no_wrap=True), "weights", "experts in memory", title="weight formats")
     for row in CHECKPOINT_FORMATS:
         table.add_row(row.method, row.weights, row.experts)
-    Console().print(table)
+    verified = _checks_table("of every format")
+    for check in FORMAT_CHECKS:
+        verified.add_row(check.name, check.claim, check.tests)
+    console = Console()
+    console.print(table)
+    console.print(verified)
 
 
 @command.command()
@@ -198,6 +221,10 @@ def describe(name: str) -> dict[str, Any]:
         },
         "config": config,
     }
+
+
+def _least_bytes(name: str, with_gpu: bool) -> int:
+    return least_bytes(load_preset(name).config, name, with_gpu=with_gpu)
 
 
 def _summary(name: str) -> dict[str, Any]:

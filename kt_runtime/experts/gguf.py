@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,10 @@ class GgufTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def names(self) -> Collection[str]:
+        """Of all tensors of the files."""
+        return self._tensors.keys()
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor as `dtype`, rounded once from float32. Raises CheckpointError for one that is missing, can't be

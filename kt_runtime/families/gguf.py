@@ -5,12 +5,16 @@ models' files in src/models. Names: gguf-py/gguf/tensor_mapping.py. Mixtral is a
 embedding turns adjacent elements in llama.cpp, so that the converter interleaves the halves of each head of the query
 and key matrices (`LlamaModel.permute` in convert_hf_to_gguf.py); the other architectures' rows stay as they are.
 
+A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name. Layers behind the last, for
+multi-token prediction (`nextn_predict_layers`), are read past.
+
 MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
 [heads, value, latent].
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -23,6 +27,7 @@ KV_B = ".self_attn.kv_b_proj.weight"
 EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 _SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -47,17 +52,26 @@ _OF_LAYER = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_OTHERWISE = {"glm4_moe": {"post_attention_layernorm": "post_attention_norm"}}
+"""Of a layer, by `model_type`, where they differ from `_OF_LAYER`."""
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(config: Mapping[str, Any], name: str) -> str:
     """The tensor of a GGUF file that holds the Hugging Face tensor `name`, which is not of a routed expert."""
-    if name.endswith("mlp.gate.e_score_correction_bias"):
+    if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     module, _, kind = name.rpartition(".")
     if module in _OF_MODEL:
         return f"{_OF_MODEL[module]}.{kind}"
     layer, _, inner = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_OF_LAYER[inner]}.{kind}"
+    otherwise = _OTHERWISE.get(config["model_type"], {})
+    return f"blk.{layer}.{otherwise.get(inner) or _OF_LAYER[inner]}.{kind}"
+
+
+def layer_of(name: str) -> int:
+    """The layer of a GGUF file's tensor; -1: it is of no layer."""
+    match = _LAYER.match(name)
+    return -1 if match is None else int(match[1])
 
 
 def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
@@ -68,9 +82,9 @@ def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
     return next((int(config[key]) for end, key in keys.items() if name.endswith(end)), 0)
 
 
-def split_kv_b(name: str) -> tuple[str, str]:
+def split_kv_b(config: Mapping[str, Any], name: str) -> tuple[str, str]:
     """The two tensors of a `kv_b_proj` that is split by head: of keys and of values."""
-    whole = gguf_name(name)
+    whole = gguf_name(config, name)
     return whole.replace("attn_kv_b", "attn_k_b"), whole.replace("attn_kv_b", "attn_v_b")
 
 
@@ -281,12 +295,64 @@ def _olmoe(file: _Reader) -> dict[str, Any]:
     }
 
 
+def _glm4_moe(file: _Reader) -> dict[str, Any]:
+    _require_sigmoid(file)
+    head = file.number("attention.key_length")
+    return {
+        **file.common(),
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.shapes),
+        "first_k_dense_replace": file.number("leading_dense_block_count"),
+        "head_dim": head,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
+        "n_group": 1,
+        "n_routed_experts": file.number("expert_count"),
+        "n_shared_experts": file.number("expert_shared_count"),
+        "norm_topk_prob": file.flag("expert_weights_norm", True),
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "partial_rotary_factor": file.number("rope.dimension_count") / max(1, head),
+        "routed_scaling_factor": file.real("expert_weights_scale", 1.0),
+        "topk_group": 1,
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.shapes),
+    }
+
+
+def _minimax_m2(file: _Reader) -> dict[str, Any]:
+    _require_sigmoid(file)
+    return {
+        **file.common(),
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": file.number("attention.key_length"),
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "model_type": "minimax_m2",
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_local_experts": file.number("expert_count"),
+        "qk_norm_type": "per_layer",
+        "rotary_dim": file.number("rope.dimension_count"),
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+
+
+def _require_sigmoid(file: _Reader) -> None:
+    gating = file.number("expert_gating_func", _SIGMOID)
+    if gating != _SIGMOID:
+        raise file.error("expert_gating_func", gating, f"{_SIGMOID} (sigmoid)")
+
+
 _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3moe": _qwen3_moe,
     "deepseek2": _deepseek,
     "llama": _mixtral,
     "olmoe": _olmoe,
+    "glm4moe": _glm4_moe,
+    "minimax-m2": _minimax_m2,
 }
+ARCHITECTURES: Collection[str] = tuple(_ARCHITECTURES)
+"""`general.architecture` of the files that can be read."""
 
 _PACKED: Mapping[str, tuple[str, int, int, int, int]] = {
     "BF16": ("bf16", 16, 0, 0, 0),

@@ -7,7 +7,7 @@ learns how much there is to do (docs/adding-a-family.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -16,6 +16,11 @@ LLAMA4 = "interleave_moe_layer_step"
 """A key of Llama 4's configs, in which no other says that its router is a sigmoid and that it has shared experts."""
 LATENT, GROUPED_QUERY = "latent (MLA)", "grouped-query"
 SIGMOID, SOFTMAX = "sigmoid", "softmax"
+LINEAR_ATTENTION, STATE_SPACE, WINDOWS = "linear attention", "state-space layers", "sliding windows"
+INDEXER, CLAMP = "an index of the keys that attention reads", "a clamp in the experts"
+IMAGES = "inputs other than text"
+PARTS = (LINEAR_ATTENTION, STATE_SPACE, WINDOWS, INDEXER, CLAMP, IMAGES)
+"""What few architectures have beside attention, router and experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,8 @@ class Traits:
     router: str
     shared_experts: bool
     dense_first_layers: bool
+    parts: frozenset[str] = frozenset()
+    """Of `PARTS`."""
 
 
 class Known(Protocol):
@@ -59,24 +66,26 @@ def traits_of(config: Mapping[str, Any]) -> Traits | None:
         router=SIGMOID if is_sigmoid or config.get("use_routing_bias") else SOFTMAX,
         shared_experts=is_llama4 or any(_number(config, key) > 0 for key in SHARED_EXPERTS),
         dense_first_layers=_number(config, "first_k_dense_replace") > 0,
+        parts=frozenset(parts_of(config)),
     )
 
 
-def foreign_parts(config: Mapping[str, Any]) -> list[str]:
-    """What no family has, each with the key of config.json that says so."""
+def parts_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `PARTS` of a config.json, each with the key that says so."""
     layer_types = config.get("layer_types")
     kinds = set(layer_types) if isinstance(layer_types, list) else set()
+    windows = config.get("sliding_window") and config.get("use_sliding_window") is not False and not kinds
     found = {
-        "linear attention ('layer_types')": bool(kinds & {"linear_attention", "mamba"}),
-        "sliding windows ('layer_types')": bool(kinds & {"sliding_attention"}),
-        "sliding windows ('sliding_window')": bool(config.get("sliding_window"))
-        and config.get("use_sliding_window") is not False
-        and not kinds,
-        "an index of the keys that attention reads ('index_topk')": bool(config.get("index_topk")),
-        "a clamp in the experts ('swiglu_limit')": bool(config.get("swiglu_limit")),
-        "inputs other than text ('vision_config')": bool(config.get("vision_config")),
+        (LINEAR_ATTENTION, "layer_types"): "linear_attention" in kinds,
+        (LINEAR_ATTENTION, "linear_num_key_heads"): _number(config, "linear_num_key_heads") > 0 and not kinds,
+        (STATE_SPACE, "layer_types"): "mamba" in kinds,
+        (WINDOWS, "layer_types"): "sliding_attention" in kinds,
+        (WINDOWS, "sliding_window"): bool(windows),
+        (INDEXER, "index_topk"): bool(config.get("index_topk")),
+        (CLAMP, "swiglu_limit"): bool(config.get("swiglu_limit")),
+        (IMAGES, "vision_config"): bool(config.get("vision_config")),
     }
-    return [what for what, is_there in found.items() if is_there]
+    return {part: key for (part, key), is_there in found.items() if is_there}
 
 
 def nearest(config: Mapping[str, Any], families: Iterable[Known]) -> str:
@@ -86,20 +95,21 @@ def nearest(config: Mapping[str, Any], families: Iterable[Known]) -> str:
     traits = traits_of(whole)
     if traits is None:
         return "it has no routed experts" if whole.get("num_hidden_layers") else ""
-    family = min(families, key=lambda one: len(_differences(traits, one.traits)))
-    differences = [*_differences(traits, family.traits), *(f"it has {part}" for part in foreign_parts(whole))]
-    told = "; ".join(differences) or "config.json shows no difference: its names and operations have to be compared"
+    parts = parts_of(whole)
+    family = min(families, key=lambda one: len(_differences(traits, parts, one.traits)))
+    told = "; ".join(_differences(traits, parts, family.traits))
+    told = told or "config.json shows no difference: its names and operations have to be compared"
     return f"nearest is {family.name} ({family.architectures[0]}): {told}"
 
 
-def _differences(found: Traits, known: Traits) -> list[str]:
+def _differences(found: Traits, parts: Mapping[str, str], known: Traits) -> list[str]:
     told = []
-    for field in fields(Traits):
-        theirs, ours = getattr(found, field.name), getattr(known, field.name)
+    for name, words in WORDS.items():
+        theirs, ours = getattr(found, name), getattr(known, name)
         if theirs != ours:
-            words = (VALUES.get((field.name, value), str(value)) for value in (theirs, ours))
-            told.append(WORDS[field.name].format(*words))
-    return told
+            told.append(words.format(*(VALUES.get((name, value), str(value)) for value in (theirs, ours))))
+    told += [f"it has {part} ({key!r})" for part, key in parts.items() if part not in known.parts]
+    return told + [f"the family has {part}, and it has not" for part in PARTS if part in known.parts - parts.keys()]
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:

@@ -15,6 +15,30 @@ if TYPE_CHECKING:
     from kt_runtime.experts.gpu.hot.slots import Form
 
 
+def only_on_cpu(config: Mapping[str, Any]) -> str:
+    """Why no GPU computes the routed experts of the model; empty: one may."""
+    family, mlp = family_for(config), family_for(config).expert_mlp(config)
+    if mlp.is_plain:
+        return ""
+    biases = " and biases" if mlp.has_bias else ""
+    return f"the experts of {family.name} have the activation {mlp.activation!r}{biases}, which the CPU alone computes"
+
+
+def check_only_on_cpu(options: ServeOptions, config: Mapping[str, Any]) -> None:
+    """Raises InvalidValueError for experts that shall be on the GPU, or stream to it, and can't be computed there."""
+    reason = only_on_cpu(config)
+    if not reason:
+        return
+    if options.gpu_experts_bytes:
+        raise InvalidValueError(f"--gpu-experts {format_bytes(options.gpu_experts_bytes)}: {reason}; leave it out")
+    if any(options.pinned_experts.values()):
+        raise InvalidValueError(f"{options.placement}: gpu_experts: {reason}; leave it out")
+    if options.stream_experts not in STREAMING:
+        raise InvalidValueError(
+            f"--stream-experts {options.stream_experts}: {reason}; allowed are auto and off, which leave them to it"
+        )
+
+
 def check_stream_experts(options: ServeOptions, *, with_gpu: bool) -> None:
     """Raises InvalidValueError for a number of tokens on a machine without a GPU."""
     if options.stream_experts not in STREAMING and not with_gpu:

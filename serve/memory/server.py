@@ -144,6 +144,13 @@ def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> 
     return plan_memory(config, shape, name), free_bytes
 
 
+def least_bytes(config: Mapping[str, Any], name: str, *, with_gpu: bool) -> int:
+    """Of a server with the lowest of LORA_RANKS and else its own options, on all devices together."""
+    options = ServeOptions(model=name, max_lora_rank=LORA_RANKS[-1])
+    plan = plan_memory(config, serving_shape(options, with_gpu=with_gpu), name)
+    return sum(plan.total_bytes(device) for device in plan.devices())
+
+
 def _with_ring(
     shape: ServingShape, config: Mapping[str, Any], free_bytes: int, name: str, *, is_needed: bool
 ) -> ServingShape:

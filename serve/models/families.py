@@ -1,7 +1,7 @@
 """The model families for people: what each is, which presets it has, and how it was verified.
 
 `CHECKS` hold for every family: a test (tests/unit/serve/models/test_families.py) fails for a family that one of them
-does not run on.
+does not run on. `FORMAT_CHECKS` hold for every format of routed experts.
 """
 
 from __future__ import annotations
@@ -43,6 +43,29 @@ CHECKS = (
     Check("gradients", "equal autograd's in Hugging Face's model", "tests/unit/resident/conftest.py"),
     Check("adapters", "PEFT loads what is written and computes the same", "tests/unit/adapters/conftest.py"),
     Check("server", "a real server answers, and trains the routed experts in place", "tests/system"),
+)
+
+FORMAT_CHECKS = (
+    Check(
+        "served",
+        "in float32 log-probabilities equal Hugging Face's with the dequantized weights",
+        "tests/unit/sglang_patch/cpu/test_expert_formats.py",
+    ),
+    Check(
+        "trained",
+        "in float32 and bfloat16 log-probabilities in training equal the served ones to the bit, also with an adapter",
+        "tests/unit/sglang_patch/cpu/test_expert_formats.py",
+    ),
+    Check(
+        "linear layers",
+        "of GGUF files: products and gradients equal those of the dequantized weights",
+        "tests/unit/experts/quantized/test_packed_linears.py",
+    ),
+    Check(
+        "gradients",
+        "forward and backward equal the float64 reference's on the dequantized weights, on each instruction set",
+        "tests/unit/experts/quantized",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,11 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     family = family_for(config)
     family.check(config)
     paths = {name: file.path for file in files for name in file.tensors}
-    _check_dense(config, tensors, paths, where)
+    dense = _checked_dense(config, tensors, paths, where)
     types = {name: entry.dtype for name, entry in tensors.items()}
     experts = gguf.expert_types(types, family.moe_layers(config), where)
     _check_experts(config, tensors, paths)
+    _check_nothing_is_left(config, tensors, dense, paths)
     listed = [str(file.path) for file in files]
     stats = [os.stat(path) for path in listed]
     config["quantization_config"] = {
@@ -88,16 +89,22 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     return config
 
 
-def _check_dense(
+def _checked_dense(
     config: Mapping[str, Any], tensors: Mapping[str, Entry], paths: Mapping[str, Path], where: str
-) -> None:
+) -> set[str]:
+    """Names of the tensors that serving reads, but for the experts'. Raises CheckpointError for a missing one, and for
+    one of another shape."""
     is_tied = bool(config.get("tie_word_embeddings"))
+    known: set[str] = set()
     for source in family_for(config).twin_sources(config):
         if is_tied and source.name == "lm_head.weight":
             continue
-        expected = {gguf.gguf_name(source.name): source.shape}
-        if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
-            expected = dict(zip(gguf.split_kv_b(source.name), _kv_b_shapes(config), strict=True))
+        expected = {gguf.gguf_name(config, source.name): source.shape}
+        if source.name.endswith(gguf.KV_B) and gguf.gguf_name(config, source.name) not in tensors:
+            expected = dict(zip(gguf.split_kv_b(config, source.name), _kv_b_shapes(config), strict=True))
+        if source.name.endswith(gguf.KV_B):  # some files have it whole and split
+            known.update(gguf.split_kv_b(config, source.name))
+        known.update(expected)
         for name, shape in expected.items():
             if name not in tensors:
                 raise CheckpointError(f"{where}: tensor {name!r} is missing")
@@ -105,6 +112,23 @@ def _check_dense(
                 raise CheckpointError(
                     f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
                 )
+    return known
+
+
+def _check_nothing_is_left(
+    config: Mapping[str, Any], names: Collection[str], known: Collection[str], paths: Mapping[str, Path]
+) -> None:
+    """Raises CheckpointError for a tensor that nothing would read, such as a bias that the family has not. Those behind
+    the last layer are read past."""
+    layers = config["num_hidden_layers"]
+    experts = {f"{gguf.expert_prefix(layer)}.{part}.weight" for layer in range(layers) for part in gguf.EXPERT_TENSORS}
+    left = [name for name in names if name not in known and name not in experts and gguf.layer_of(name) < layers]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise CheckpointError(
+            f"{paths[left[0]]}: tensor {left[0][:80]!r}{more}: a model of the family {family_for(config).name} has no "
+            "such tensor; without it the answers would be others"
+        )
 
 
 def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, str]:
@@ -121,7 +145,7 @@ def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str
             of_layer[source.source].append(source.name)
     kept: dict[str, str] = {}
     for names in of_layer.values():
-        found = {name: types[gguf.gguf_name(name)] for name in names}
+        found = {name: types[gguf.gguf_name(config, name)] for name in names}
         if all(kind in gguf.DENSE_TYPES for kind in found.values()):
             kept |= found
     return kept

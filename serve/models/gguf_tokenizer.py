@@ -41,6 +41,11 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (),
     "default": (),
@@ -48,8 +53,13 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "qwen2": (_QWEN,),
     "llama-bpe": (_LLAMA,),
     "deepseek-v3": _DEEPSEEK_V3,
+    "glm4": (_LLAMA,),
+    "minimax-m2": (_GPT_4O,),
 }
-"""Name of `tokenizer.ggml.pre` → the patterns at which text is split, one after the other. None: GPT-2's own."""
+"""Name of `tokenizer.ggml.pre` → the patterns at which text is split, one after the other. None: GPT-2's own. Names:
+llama.cpp, src/llama-vocab.cpp."""
+_IGNORES_MERGES = ("llama-bpe", "glm4")
+"""Where a part that is a token itself is never made of others."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
@@ -83,7 +93,7 @@ def _tokenizer(file: GgufFile) -> bytes:
         raise CheckpointError(
             f"{file.path}: key 'tokenizer.ggml.merges' holds {bad!r}; expected pairs that form tokens"
         )
-    tokenizer = Tokenizer(models.BPE(plain, merges))
+    tokenizer = Tokenizer(models.BPE(plain, merges, ignore_merges=split in _IGNORES_MERGES))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PATTERNS[split])
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[split]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])

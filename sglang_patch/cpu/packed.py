@@ -69,7 +69,9 @@ def _keep_packed(model: Any, *args: Any, **kwargs: Any) -> None:
     with GgufTensors(files) as tensors:
         for parameter, sources in parts.items():
             sources.sort(key=lambda source: source.start)
-            named = [(gguf.gguf_name(each.name), gguf.interleaved_heads(content, each.name)) for each in sources]
+            named = [
+                (gguf.gguf_name(content, each.name), gguf.interleaved_heads(content, each.name)) for each in sources
+            ]
             weight = tensors.packed(named, config.dtype)
             module = model.get_submodule(parameter.rpartition(".")[0])
             module.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -83,6 +83,10 @@ def dense_tensors(
             len(of_images),
             min(of_images),
         )
+    _say_what_is_behind(past)
+
+
+def _say_what_is_behind(past: Collection[str]) -> None:
     if past:
         progress.logger.info(
             "read past %d tensors behind the last layer, such as %s: multi-token prediction (MTP) is not served",
@@ -97,7 +101,8 @@ def gguf_tensors(
     """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
     `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. The router's
-    correction bias stays float32, and a tied head is left out.
+    correction bias stays float32, and a tied head is left out. Layers behind the last are read past, and the log says
+    so.
     """
     family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
@@ -106,12 +111,14 @@ def gguf_tensors(
             name = source.name
             if name in kept or (is_tied and name == "lm_head.weight"):
                 continue
-            if name.endswith(gguf.KV_B) and gguf.gguf_name(name) not in tensors:
-                yield family.stored_name(name), _joined_kv_b(tensors, name, dtype)
+            if name.endswith(gguf.KV_B) and gguf.gguf_name(config, name) not in tensors:
+                yield family.stored_name(name), _joined_kv_b(tensors, gguf.split_kv_b(config, name), dtype)
                 continue
-            tensor = tensors.read(gguf.gguf_name(name), torch.float32 if source.is_buffer else dtype)
+            tensor = tensors.read(gguf.gguf_name(config, name), torch.float32 if source.is_buffer else dtype)
             heads = gguf.interleaved_heads(config, name)
             yield family.stored_name(name), _with_halves(tensor, heads) if heads else tensor
+        num_layers = integer(config, "num_hidden_layers")
+        _say_what_is_behind([name for name in tensors.names() if gguf.layer_of(name) >= num_layers])
 
 
 def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -119,9 +126,9 @@ def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def _joined_kv_b(tensors: GgufTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _joined_kv_b(tensors: GgufTensors, parts: tuple[str, str], dtype: torch.dtype) -> torch.Tensor:
     """MLA's kv_b_proj [heads * (nope + value), latent] from its two tensors."""
-    keys, values = (tensors.read(part, dtype) for part in gguf.split_kv_b(name))
+    keys, values = (tensors.read(part, dtype) for part in parts)
     return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
 

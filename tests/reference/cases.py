@@ -18,6 +18,10 @@ def choose(*, few: T, usual: T, every: T) -> T:
     return dict(zip(CHOICES, (few, usual, every), strict=True))[CHOICE]
 
 
+EACH_RUN_ALIKE = CHOICE != "all"
+"""Whether a fuzzed property has the same examples in each run; with all cases they are new ones (`make fuzz-gguf`)."""
+
+
 def examples(usual: int) -> int:
     """Of a property that names its number: `few` is a quarter of it, at least ten; `all` is ten times as many."""
     return choose(few=max(usual // 4, min(usual, 10)), usual=usual, every=10 * usual)

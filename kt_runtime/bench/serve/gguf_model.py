@@ -3,7 +3,7 @@
 Names are those of the `gguf` package's map. As in llama.cpp's own files, vectors and the router are float32, the
 experts of a layer are stacked, and MLA's kv_b_proj is split by head: attn_k_b is transposed, [heads, latent, nope], and
 attn_v_b is [heads, value, latent]. A `llama` (Mixtral) has the halves of each head of queries and keys interleaved.
-Keys: llama.cpp, src/models/qwen3moe.cpp, deepseek2.cpp, llama.cpp and olmoe.cpp.
+Keys: llama.cpp, src/models/qwen3moe.cpp, deepseek2.cpp, llama.cpp, olmoe.cpp, glm4-moe.cpp and minimax-m2.cpp.
 """
 
 from __future__ import annotations
@@ -37,9 +37,16 @@ if TYPE_CHECKING:
 
 ROUTER = ".mlp.gate.weight"
 CORRECTION_BIAS = ".e_score_correction_bias"
+OF_THE_MLP = ".mlp.e_score_correction_bias"  # MiniMax-M2's
 KV_B = ".kv_b_proj.weight"
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16}
 WITHOUT_EXPERT_SIZE = ("llama", "olmoe")  # feed_forward_length is the experts' there
+ROTATED: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
+    "llama": lambda config, head: head,
+    "glm4moe": lambda config, head: int(head * config["partial_rotary_factor"]),
+    "minimax-m2": lambda config, head: int(config["rotary_dim"]),
+}
+"""By architecture, elements of a head that are rotated, for those that have a key for it. `head`: its size."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,14 @@ class Tensor:
 def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
     """Writes the checkpoint in the directory `model` as the new file `path`, its matrices in the types of `mix`.
 
-    Raises CheckpointError for a quantized checkpoint, for a model with an indexer, for a tokenizer that is no
+    Raises CheckpointError for a quantized checkpoint, for a family whose files are not read, for a tokenizer that is no
     byte-level BPE, and for one with more tokens than the model has. UnknownNameError: the mix. OSError: the
     file can't be written.
     """
     config = read_config(model)
-    if family_for(config).chooses_keys:
-        raise CheckpointError(f"{model}: no GGUF file of {family_for(config).name} was compared with llama.cpp")
+    family = family_for(config)
+    if family.gguf_architecture not in names_of_gguf.ARCHITECTURES:
+        raise CheckpointError(f"{model}: no GGUF file of {family.name} was compared with llama.cpp")
     if quantization_of(config) is not None:
         raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
     tokens = _tokenizer(model, integer(config, "vocab_size"))
@@ -161,7 +169,8 @@ def _names(config: Mapping[str, Any]) -> Callable[[str], str]:
     known = gguf.get_tensor_name_map(architecture, integer(config, "num_hidden_layers"))
 
     def name_of(name: str) -> str:
-        spelled = name.replace(CORRECTION_BIAS, ".e_score_correction.bias")
+        spelled = name.replace(OF_THE_MLP, ".block_sparse_moe.e_score_correction.bias")
+        spelled = spelled.replace(CORRECTION_BIAS, ".e_score_correction.bias")
         found = known.get_name(spelled, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"the gguf package has no name for {name}"
         return str(found)
@@ -242,20 +251,23 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> N
     if family.gguf_architecture not in WITHOUT_EXPERT_SIZE:
         writer.add_expert_feed_forward_length(family.expert_intermediate(config))
     if config.get("kv_lora_rank"):
-        _add_deepseek_keys(writer, config)
+        _add_latent_keys(writer, config)
+        _add_router_keys(writer, config)
     else:
         writer.add_head_count_kv(integer(config, "num_key_value_heads"))
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        if family.gguf_architecture == "llama":
-            writer.add_rope_dimension_count(head_dim)
+        if family.gguf_architecture in ROTATED:
+            writer.add_rope_dimension_count(ROTATED[family.gguf_architecture](config, head_dim))
+        if family.gguf_architecture == "glm4moe":
+            _add_router_keys(writer, config)
+        if family.gguf_architecture == "minimax-m2":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
-def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_latent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     """Latent attention counts as one head for keys and values; its own sizes are the `_mla` keys."""
-    import gguf
-
     latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
     writer.add_head_count_kv(1)
     writer.add_kv_lora_rank(latent)
@@ -266,6 +278,12 @@ def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> No
     writer.add_rope_dimension_count(rope)
     if config.get("q_lora_rank"):
         writer.add_q_lora_rank(integer(config, "q_lora_rank"))
+
+
+def _add_router_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Of the families with leading dense layers and shared experts. GLM's configs do not say `scoring_func`."""
+    import gguf
+
     writer.add_leading_dense_block_count(int(config["first_k_dense_replace"]))
     writer.add_expert_shared_count(integer(config, "n_shared_experts"))
     writer.add_expert_weights_scale(float(config.get("routed_scaling_factor", 1.0)))
@@ -273,9 +291,8 @@ def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> No
     if config.get("n_group"):
         writer.add_expert_group_count(integer(config, "n_group"))
         writer.add_expert_group_used_count(integer(config, "topk_group"))
-    is_sigmoid = config.get("scoring_func") == "sigmoid"
     kinds = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+    writer.add_expert_gating_func(kinds.SIGMOID if family_for(config).has_correction_bias(config) else kinds.SOFTMAX)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

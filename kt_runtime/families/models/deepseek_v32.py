@@ -24,6 +24,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
 from kt_runtime.families.models.glm4_moe import Glm4MoeLite
 from kt_runtime.families.stack import DecoderStack, Indexer, Latent, StackLayer
+from kt_runtime.families.traits import INDEXER
 
 FULL, SHARED = "full", "shared"
 WITHOUT_EFFECT = {"index_kpool": 1, "index_k_norm_type": "layer", "index_init_tokens": 0, "index_local_tokens": 0}
@@ -34,6 +35,7 @@ class DeepseekV32(Glm4MoeLite):
     name = "deepseek_v32"
     model_types = ("deepseek_v32",)
     architectures = ("DeepseekV32ForCausalLM",)
+    traits = replace(Glm4MoeLite.traits, parts=frozenset({INDEXER}))
     default_epsilon = 1e-6
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
     chooses_keys = True

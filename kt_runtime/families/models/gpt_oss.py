@@ -20,7 +20,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
 from kt_runtime.families.models.grouped_query import GroupedQueryFamily
 from kt_runtime.families.stack import SWIGLU_OAI, ExpertMlp
-from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
+from kt_runtime.families.traits import CLAMP, GROUPED_QUERY, SOFTMAX, WINDOWS, Traits
 
 LIMIT, ALPHA = 7.0, 1.702
 FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
@@ -31,7 +31,9 @@ class GptOss(GroupedQueryFamily):
     name = "gpt_oss"
     model_types = ("gpt_oss",)
     architectures = ("GptOssForCausalLM",)
-    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
+    traits = Traits(
+        GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False, parts=frozenset({WINDOWS, CLAMP})
+    )
     gguf_architecture = "gpt-oss"
     default_epsilon = 1e-5
     fuses_experts = True

@@ -19,7 +19,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, FusedLinear, integer, require
 from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.stack import GatedDelta, GroupedQuery
-from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
+from kt_runtime.families.traits import GROUPED_QUERY, LINEAR_ATTENTION, SOFTMAX, Traits
 
 LINEAR, FULL = "linear_attention", "full_attention"
 MOST_TAPS = 8
@@ -37,7 +37,9 @@ class Qwen3Next(GroupedQueryFamily):
     name = "qwen3_next"
     model_types = ("qwen3_next",)
     architectures = ("Qwen3NextForCausalLM",)
-    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False)
+    traits = Traits(
+        GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False, parts=frozenset({LINEAR_ATTENTION})
+    )
     gguf_architecture = "qwen3next"
     shared_name = "shared_expert"
     keeps_states = True

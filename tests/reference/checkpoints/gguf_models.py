@@ -30,10 +30,12 @@ def requantize(
     keys: Mapping[str, Any] | None = None,
     leave_out: str = "",
     split: int = 0,
+    more: Mapping[str, tuple[int, ...]] | None = None,
+    layers_behind: int = 0,
 ) -> None:
-    """`types`: part of a tensor's name → its type. `keys`: other values; a new key is a boolean.
+    """`types`: part of a matrix's name → its type. `keys`: other values; a new key is a boolean.
 
-    `split`: tensors in each file.
+    `split`: tensors in each file. `more`: further tensors, of ones. `layers_behind`: `nextn_predict_layers`.
     """
     reader = gguf.GGUFReader(source)
     changed = dict(keys or {})
@@ -47,14 +49,19 @@ def requantize(
         writer.add_key_value(name, changed.pop(name, field.contents()), field.types[0], inner)
     for name, value in changed.items():
         writer.add_bool(name, value)
+    if layers_behind:
+        writer.add_nextn_predict_layers(layers_behind)
     for tensor in reader.tensors:
         if tensor.name == leave_out:
             continue
         kind = next((kind for part, kind in types.items() if part in tensor.name), tensor.tensor_type.name)
+        kind = kind if len(tensor.shape) > 1 else tensor.tensor_type.name  # no vector is ever quantized
         data = np.array(tensor.data)
         if kind != tensor.tensor_type.name:
             data = to_blocks(gguf.quants.dequantize(data, tensor.tensor_type).astype(np.float32), kind)
         writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name, shape in (more or {}).items():
+        writer.add_tensor(name, np.ones(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,7 +86,7 @@ def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
             tensors[name] = torch.from_numpy(stacked[f"blk.{layer}.ffn_{part}_exps.weight"][int(expert)].copy())
             continue
         ours = family.our_name(name)
-        if (values := stacked.get(gguf_name(ours))) is not None:
+        if (values := stacked.get(gguf_name(config, ours))) is not None:
             heads, (rows, columns) = interleaved_heads(config, ours), values.shape
             if heads:
                 values = values.reshape(heads, -1, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)

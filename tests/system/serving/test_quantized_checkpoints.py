@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.checkpoints.quantized_checkpoint import SHARDS, quantize_checkpoint
 from reference.parity import agreement, sampled
 from reference.place import Place
 from reference.server import greedy
+from safetensors.torch import load_file, save_file
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
-from kt_runtime.cli.server_process import server
+from kt_runtime.cli.main import main
+from kt_runtime.cli.server_process import free_port, server
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
@@ -156,17 +158,29 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
     ],
 )
 def test_what_cannot_be_served_is_refused_with_status_2(
-    tmp_path: Path, method: str | None, options: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str | None, options: tuple[str, ...], said: str
 ) -> None:
+    """Before any of SGLang's processes is started."""
     directory = make_model("tiny-qwen3-moe", tmp_path / "model", seed=6)
     if method == "int4_g32":
         directory, _ = quantize_checkpoint(directory, tmp_path, method)
     elif method is not None:
         edit_config(directory, quantization_config={"quant_method": method})
+    assert main(["serve", "--model", str(directory), "--port", str(free_port()), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_scale_that_is_no_number_is_found_while_loading_and_ends_the_start_with_status_2(tmp_path: Path) -> None:
+    """With the file, the tensor and its place; before anything is served."""
+    directory = make_model("tiny-qwen3-moe", tmp_path / "model", seed=6)
+    directory, _ = quantize_checkpoint(directory, tmp_path, "fp8", experts_only=True)
+    file, name = directory / SHARDS[1], "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+    tensors = load_file(file)
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
     with (
         pytest.raises(RuntimeFault, match="ended with status 2") as refused,
-        server(str(directory), list(options), tmp_path / "log"),
+        server(str(directory), [], tmp_path / "log"),
     ):
         pass
-    assert said in str(refused.value)
-    assert "Load weight" not in (tmp_path / "log").read_text()
+    assert f"kt-runtime: {file}: tensor '{name}' holds scale nan (allowed: above 0" in str(refused.value)

@@ -24,7 +24,7 @@ from kt_runtime.adapters import (
     write_gguf_adapter,
     write_peft_directory,
 )
-from kt_runtime.adapters.gguf_lora import tensor_names
+from kt_runtime.adapters.gguf_lora import COMPARED, NOT_EXPRESSIBLE, tensor_names
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UserError
 
 EXPRESSIBLE = {
@@ -301,13 +301,52 @@ def test_a_damaged_file_is_refused_or_read_but_never_crashes(
         assert "bad.gguf" in str(error)
 
 
-@pytest.mark.parametrize("fixture", ["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v32"])
+OTHERS = ("deepseek_v2", "deepseek_v2_lite", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+
+
+@pytest.mark.parametrize("fixture", OTHERS)
+def test_of_the_other_families_every_module_comes_back_as_it_was(
+    tmp_path: Path, request: pytest.FixtureRequest, fixture: str
+) -> None:
+    """And PEFT's directory of what was read is that of what was written."""
+    model: Any = request.getfixturevalue(fixture)
+    projections = [name for name in model.family.projections(model.config) if name not in NOT_EXPRESSIBLE]
+    adapter = model.adapter(*projections, rank=3, alpha=5.0)
+    found = read(model, write(model, tmp_path / "a.gguf", adapter))
+    assert content_hash(found) == content_hash(adapter)
+    for name, value in (("a", adapter), ("b", found)):
+        write_peft_directory(tmp_path / name, value, model.family, model.config, max_rank=8)
+    stored = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in "ab"]
+    assert stored[0] == stored[1]
+
+
+def test_rows_of_mixtrals_queries_and_keys_are_interleaved_as_its_matrices_are(tmp_path: Path, mixtral: Any) -> None:
+    """A head's rows are 0, size / 2, 1, size / 2 + 1, ... Values and outputs keep theirs."""
+    adapter = mixtral.adapter("attention", rank=2)
+    path = write(mixtral, tmp_path / "a.gguf", adapter)
+    stored = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+    for part, projection, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        b = adapter.modules[f"model.layers.1.self_attn.{projection}"].b
+        size = len(b) // heads
+        pairs = [
+            (head * size + row, head * size + size // 2 + row) for head in range(heads) for row in range(size // 2)
+        ]
+        order = [row for pair in pairs for row in pair]
+        assert torch.equal(stored[f"blk.1.{part}.weight.lora_b"], b[order]) and not torch.equal(b[order], b)
+    assert torch.equal(stored["blk.1.attn_v.weight.lora_b"], adapter.modules["model.layers.1.self_attn.v_proj"].b)
+
+
+def test_every_family_that_is_compared_is_tested_here() -> None:
+    assert set(COMPARED) == {"qwen3_moe", "deepseek_v3", *OTHERS} - {"deepseek_v2_lite"}
+
+
+@pytest.mark.parametrize("fixture", ["gpt_oss", "llama4", "qwen3_next", "deepseek_v32"])
 def test_families_that_were_not_compared_with_llama_cpp_are_refused(
     tmp_path: Path, request: pytest.FixtureRequest, fixture: str
 ) -> None:
     other: Any = request.getfixturevalue(fixture)
     path = tmp_path / "a.gguf"
-    refused = rf"{path}: GGUF adapters of {fixture} are neither read nor written"
+    refused = rf"{path}: GGUF adapters of {other.family.name} are neither read nor written"
     with pytest.raises(AdapterError, match=refused):
         write(other, path, other.adapter("o_proj"))
     assert not path.exists()

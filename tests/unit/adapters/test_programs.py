@@ -29,6 +29,15 @@ def test_everybody_loads_all_of_a_qwen_adapter(tmp_path: Path, qwen: Any) -> Non
     assert str(found[0]) == f"kt-runtime and SGLang 0.5.23: all {total:,} parameters"
 
 
+def test_sglang_alone_refuses_the_queries_of_v2_lite(tmp_path: Path, deepseek_v2_lite: Any) -> None:
+    """What its class does then is in tests/unit/sglang_patch/lora/test_stock_sglang.py."""
+    _, (server, _, _) = written(deepseek_v2_lite, tmp_path / "a", "all")
+    assert (server.program, server.num_loaded) == ("kt-runtime", server.num_parameters)
+    assert "SGLang 0.5.23 alone expects k_proj and v_proj beside q_proj" in server.remark
+    _, (server, _, _) = written(deepseek_v2_lite, tmp_path / "b", "o_proj", "kv_b_proj", "experts")
+    assert server.program == "kt-runtime and SGLang 0.5.23" and not server.remark
+
+
 def test_llama_cpp_gets_no_file_with_kv_b_proj_and_uses_none_of_q_a_proj(tmp_path: Path, deepseek: Any) -> None:
     _, (_, peft, llama) = written(deepseek, tmp_path / "a", "all")
     assert peft.num_loaded == peft.num_parameters

@@ -11,7 +11,7 @@ from kt_runtime.cli.models import format_count
 from kt_runtime.families import FAMILIES
 from kt_runtime.families.gguf import EXPERT_TYPES
 from kt_runtime.families.quantization import METHODS
-from kt_runtime.serve.models.families import CHECKS, family_rows
+from kt_runtime.serve.models.families import CHECKS, FORMAT_CHECKS, family_rows
 from kt_runtime.serve.models.presets import preset_names
 from kt_runtime.serve.models.report import resolve_model
 
@@ -23,6 +23,8 @@ def test_the_list_names_every_preset_in_full(run: Run) -> None:
         result = run("models", COLUMNS=columns)
         assert result.returncode == 0
         assert all(name in result.stdout for name in preset_names())
+        assert all(family.name in result.stdout for family in FAMILIES)
+        assert "fp8_e4m3_g128" in result.stdout and all(check.name in result.stdout for check in CHECKS)
 
 
 def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
@@ -35,6 +37,9 @@ def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
     assert rows["DeepSeek-V3"]["weights_bytes"] == pytest.approx(653.9e9 + 2 * 17.1e9, rel=0.01)
     formats = {name: row["expert_format"] for name, row in rows.items()}
     assert (formats["Kimi-K2"], formats["Kimi-K2-Thinking"]) == ("fp8_e4m3_g128", "int4_g32")
+    assert all(row["memory_bytes"] > row["weights_bytes"] for row in rows.values())
+    shown = json.loads(run("models", "show", "Kimi-K2", "--json").stdout)
+    assert rows["Kimi-K2"]["memory_bytes"] <= shown["memory_bytes"]  # whose rank is higher where there is memory
     assert {row["directory"] for row in rows.values()} == {None}
 
 
@@ -93,7 +98,9 @@ def test_every_method_and_type_is_in_the_list_of_formats(run: Run) -> None:
     methods = {row["method"] for row in rows}
     assert {method.removesuffix("_fp4") for method in METHODS} == {m.split()[0] for m in methods} - {"none", "GGUF"}
     assert {f"GGUF {kind}" for kind in EXPERT_TYPES} <= methods
-    assert all(row["experts"] in run("models", "formats", COLUMNS="160").stdout for row in rows[:1])
+    shown = run("models", "formats", COLUMNS="160").stdout
+    assert all(row["experts"] in shown for row in rows[:1])
+    assert all(check.claim[:30] in shown for check in FORMAT_CHECKS)
 
 
 def test_the_families_are_listed_with_what_was_verified(run: Run) -> None:

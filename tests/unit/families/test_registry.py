@@ -46,7 +46,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": (
         {"n_routed_experts": 256, "kv_lora_rank": 512, "scoring_func": "sigmoid", "n_shared_experts": 1}
         | {"first_k_dense_replace": 3, "index_topk": 2048},
-        "nearest is deepseek_v3 (DeepseekV3ForCausalLM): it has an index of the keys that attention reads",
+        "nearest is deepseek_v32 (DeepseekV32ForCausalLM): config.json shows no difference",
     ),
     "minimax_m3": (
         {"num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True, "swiglu_limit": 7.0},
@@ -55,11 +55,24 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "qwen4": (
         {"num_experts": 512, "shared_expert_intermediate_size": 512}
         | {"layer_types": ["linear_attention", "full_attention"]},
-        "nearest is qwen3_next (Qwen3NextForCausalLM): it has linear attention ('layer_types')",
+        "nearest is qwen3_next (Qwen3NextForCausalLM): config.json shows no difference",
+    ),
+    "kimi_linear": (
+        {"num_experts": 256, "kv_lora_rank": 512, "scoring_func": "sigmoid", "num_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "layer_types": ["linear_attention", "full_attention"]},
+        "nearest is deepseek_v3 (DeepseekV3ForCausalLM): it has linear attention ('layer_types')",
+    ),
+    "nemotron_h": (
+        {"n_routed_experts": 128, "n_shared_experts": 1, "layer_types": ["mamba", "moe"]},
+        "it has state-space layers ('layer_types')",
     ),
     "windowed": (
         {"num_local_experts": 32, "sliding_window": 128, "swiglu_limit": 7.0},
-        "it has sliding windows ('sliding_window'); it has a clamp in the experts ('swiglu_limit')",
+        "nearest is gpt_oss (GptOssForCausalLM): config.json shows no difference",
+    ),
+    "windowed, with shared experts": (
+        {"num_local_experts": 32, "sliding_window": 128, "n_shared_experts": 1},
+        "it has sliding windows ('sliding_window')",
     ),
     "qwen3_vl_moe": (
         {"vision_config": {"depth": 27}, "text_config": {"num_experts": 128}},
@@ -82,6 +95,7 @@ def test_traits_of_a_family_are_those_of_its_configs(config: dict[str, Any]) -> 
     traits = family_for(config).traits
     assert read is not None and read.attention == traits.attention
     assert (read.shared_experts, read.dense_first_layers) == (traits.shared_experts, traits.dense_first_layers)
+    assert read.parts == traits.parts
     stack = family_for(config).decoder_stack(config)
     if stack is None:
         assert (family_for(config).softmax_normalises(config) is None) == (traits.router == SIGMOID)

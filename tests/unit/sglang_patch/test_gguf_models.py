@@ -1,36 +1,56 @@
-"""GGUF files of Mixtral and OLMoE in SGLang's own scheduler, against Hugging Face in float32: llama.cpp's order of
-Mixtral's query and key rows, and its names. With linear layers that stay quantized, and dequantized."""
+"""GGUF files in SGLang's own scheduler, with linear layers that stay quantized, and dequantized.
+
+Of five families against Hugging Face in float32: llama.cpp's order of Mixtral's query and key rows, and its names. Of
+Qwen3 and DeepSeek, in every type of a linear layer: the step, SGLang's modules and training, bit by bit.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from reference import lora
 from reference.checkpoints.gguf_models import dequantized, requantize
-from reference.resident.native_step import prompt
-from reference.resident.scheduler import engine
+from reference.resident.native_step import installed, prompt
+from reference.resident.scheduler import Engine, engine
 from reference.server.greedy import load_hugging_face, logprobs_of
+from reference.server.random_traffic import Row, Trainer
 
+from kt_runtime.adapters import AdapterTensors
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
 from kt_runtime.experts.packed.weight import PackedWeight
+from kt_runtime.families.gguf import DENSE_TYPES
 from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
+MODELS = (None, "one")  # the base, and an adapter
 LOGPROB_TOLERANCE = 1e-4
 EXPERTS = {"_exps": "Q8_0"}
 ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
 
 
-@pytest.mark.parametrize("types", [EXPERTS, ALL], ids=["experts", "all"])
-@pytest.mark.parametrize("preset", ["tiny-mixtral", "tiny-olmoe"])
+# By preset: types, and the parts of a layer that stay quantized then.
+SERVED = {
+    "tiny-mixtral": (ALL, 2),
+    "tiny-olmoe": (EXPERTS, 0),
+    "tiny-glm4-moe": (ALL, 2),
+    "tiny-minimax-m2": (ALL, 2),
+    "tiny-glm4-moe-lite": (ALL, 1),
+}
+
+
+@pytest.mark.parametrize("preset", SERVED)
 def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
-    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, types: dict[str, str]
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
+    types, kept = SERVED[preset]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = make_model(preset, tmp_path / "model", seed=5)
     write_gguf_model(model, tmp_path / "bf16.gguf")
@@ -43,7 +63,7 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
         weights = named_tensors(running.scheduler.tp_worker.model_runner.model).items()
         packed = [name for name, weight in weights if isinstance(weight, PackedWeight)]
         layers = running.config["num_hidden_layers"]
-        assert len(packed) == (0 if types is EXPERTS else 2 * layers + 1)
+        assert len(packed) == (kept * layers + 1 if kept else 0)
         for rid, tokens in prompts.items():
             expected = logprobs_of(plain, tokens + running.tokens[rid])
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
@@ -51,21 +71,67 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
             assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
-def test_sglangs_modules_and_the_step_multiply_by_the_same_quantized_matrices(
-    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+# Preset, changes of its config, dtype, types. Between them every type of a linear layer. MLA's inner sizes are no whole
+# blocks of 256 columns.
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
+KEPT: dict[str, tuple[str, dict[str, int], str, dict[str, str]]] = {
+    "qwen3_moe, float32": ("tiny-qwen3-moe", {}, "float32", ALL),
+    "qwen3_moe, bfloat16": (
+        "tiny-qwen3-moe",
+        WIDE,
+        "bfloat16",
+        {"ffn_down_exps": "IQ4_XS", "_exps": "Q5_K", "attn_q.": "Q4_K", "attn_k.": "Q5_K", "attn_v.": "Q6_K"}
+        | {"attn_output.": "IQ4_NL", "output.": "IQ4_XS"},
+    ),
+    "deepseek_v3, bfloat16": (
+        "tiny-deepseek-v3",
+        WIDE,
+        "bfloat16",
+        {"_exps": "Q8_0", "attn_q_a.": "Q4_K", "attn_kv_a_mqa.": "Q6_K", "attn_q_b.": "Q8_0", "attn_output.": "Q4_0"}
+        | {"ffn_gate_shexp.": "IQ4_XS", "ffn_up_shexp.": "Q5_0", "ffn_down_shexp.": "MXFP4"}
+        | {"ffn_gate.": "Q5_K", "ffn_up.": "IQ4_NL", "ffn_down.": "Q8_0", "output.": "Q6_K"},
+    ),
+}
+
+
+def test_every_type_of_a_linear_layer_is_kept_here() -> None:
+    kinds = {kind for *_, types in KEPT.values() for part, kind in types.items() if "_exps" not in part}
+    assert kinds == set(DENSE_TYPES)
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_step_sglangs_modules_and_training_multiply_by_the_same_quantized_matrices(
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    """The same bits, with an adapter on every module too."""
+    name, changes, dtype, types = KEPT[case]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = make_model(preset, tmp_path / "model", seed=5)
+    preset = load_preset(name)
+    model = make_model(msgspec.structs.replace(preset, config=preset.config | changes), tmp_path / "model", seed=5)
     write_gguf_model(model, tmp_path / "bf16.gguf")
-    kept = ("attn_q_a.", "attn_kv_a_mqa.", "attn_q_b.", "ffn_gate.", "ffn_up.", "ffn_down.", "_shexp.")
-    requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", {**ALL, **dict.fromkeys(kept, "Q8_0")})
+    requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", types)
+    directory = resolve_model(str(tmp_path / "whole.gguf")).directory
     found = []
     for why_not in ("", "it is a test"):
-        with monkeypatch.context() as patch, engine(resolve_model(str(tmp_path / "whole.gguf")).directory) as running:
+        with monkeypatch.context() as patch, engine(directory, "--dtype", dtype) as running:
             if why_not:
                 patch.setattr(native_step, "_program", None)
-            running.run(running.request("r", prompt(40, 40), logprob_start_len=0))
+            adapter = lora.random_adapter(running.config, rank=4, alpha=6.0, seed=2)
+            with installed(running, one=adapter):
+                requests = [running.request(str(to), prompt(40, 40), logprob_start_len=0, lora_id=to) for to in MODELS]
+                running.run(*requests)
             assert (native_step.state() == STEP_RUNNING) == (not why_not)
-            found.append((running.tokens["r"], running.prompt_logprobs["r"], running.logprobs["r"]))
+            found.append((running.tokens, running.prompt_logprobs, running.logprobs))
+            if not why_not:
+                check_training(running, adapter)
     assert found[0] == found[1]
+    tokens = found[0][0]
+    assert tokens["None"] != tokens["one"]
+
+
+def check_training(running: Engine, adapter: AdapterTensors) -> None:
+    rows = {str(to): Row(to, prompt(40, 40) + running.tokens[str(to)]) for to in MODELS}
+    trained = Trainer(running, {"one": adapter}).logprobs(rows, max_tokens=64)
+    for rid, logprobs in trained.items():
+        served = np.array(running.prompt_logprobs[rid] + running.logprobs[rid], np.float32)
+        assert np.array_equal(logprobs.numpy(), served)

@@ -14,7 +14,12 @@ from kt_runtime.experts import ExpertShape
 from kt_runtime.experts.gpu.hot.slots import slot_bytes
 from kt_runtime.families import family_for
 from kt_runtime.serve.exactness import check_exact
-from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
+from kt_runtime.serve.memory.gpu_experts import (
+    check_gpu_experts,
+    check_only_on_cpu,
+    check_stream_experts,
+    only_on_cpu,
+)
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
 
@@ -65,6 +70,32 @@ def test_a_form_needs_experts_on_the_gpu_and_a_known_name() -> None:
         ServeOptions(model="m", gpu_experts_format="published")
     with pytest.raises(UnknownNameError, match=r"--gpu-experts-format.*modle.*model"):
         ServeOptions(model="m", gpu_experts_bytes=1, gpu_experts_format=cast("Any", "modle"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gpu_experts_bytes": 1 << 30},
+            "--gpu-experts 1.*GiB: the experts of gpt_oss have the activation 'swigluoai'",
+        ),
+        (
+            {"pinned_experts": {1: (0,)}},
+            "pins.yaml: gpu_experts: the experts of gpt_oss .* biases, which the CPU alone",
+        ),
+        ({"stream_experts": "256"}, "--stream-experts 256: the experts of gpt_oss .* allowed are auto and off"),
+    ],
+)
+def test_experts_that_no_gpu_computes_are_refused_there_before_anything_is_loaded(
+    options: dict[str, Any], message: str
+) -> None:
+    gpt_oss, plain = load_preset("tiny-gpt-oss").config, load_preset("tiny-mixtral").config
+    assert only_on_cpu(gpt_oss) and not only_on_cpu(plain)
+    asked = ServeOptions(model="m", placement=Path("pins.yaml"), **options)
+    check_only_on_cpu(asked, plain)
+    check_only_on_cpu(ServeOptions(model="m"), gpt_oss)
+    with pytest.raises(InvalidValueError, match=message):
+        check_only_on_cpu(asked, gpt_oss)
 
 
 @pytest.mark.parametrize(

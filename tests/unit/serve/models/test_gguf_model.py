@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +29,16 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cpu.weights import gguf_tensors
 
-PRESETS = ("tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-mixtral", "tiny-olmoe")
+PRESETS = (
+    *("tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-mixtral", "tiny-olmoe"),
+    *("tiny-glm4-moe", "tiny-minimax-m2"),
+)
 # What a GGUF file does not hold, and neither serving nor training reads.
 NOT_KEPT = (
     {"attention_dropout", "initializer_range", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
     | {"sliding_window", "use_cache", "use_sliding_window", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
-    | {"pad_token_id"}
+    | {"pad_token_id", "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"}
+    | {"attn_type_list", "router_jitter_noise"}
 )
 
 
@@ -89,6 +94,23 @@ def test_the_tokenizer_is_made_from_the_file_s_keys(made: tuple[Path, Path]) -> 
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(list(range(700))) == theirs.decode(list(range(700)))
     assert ours.eos_token == theirs.eos_token
+
+
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        ("qwen2", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "!Ċ", "/b"]),
+        ("glm4", ["HelloWorld", "'s", "Ġ", "123", "4", "!Ċ", "/b"]),
+        ("minimax-m2", ["Hello", "World's", "Ġ", "123", "4", "!Ċ/", "b"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path: Path, split: str, parts: list[str]) -> None:
+    model = make_model("tiny-qwen3-moe", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.pre": split})
+    tokenizer = AutoTokenizer.from_pretrained(gguf_directory(tmp_path / "m.gguf"))
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld's 1234!\n/b")
+    assert [text for text, _ in found] == parts
 
 
 def test_a_first_token_is_added_where_the_file_says_so(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -215,6 +237,38 @@ def test_rows_of_mixtral_s_queries_and_keys_have_llama_cpp_s_order(tmp_path: Pat
         for row in range(size):
             place = head * size + (2 * row if row < size // 2 else 2 * (row - size // 2) + 1)
             assert torch.equal(found[place], wanted[head * size + row])
+
+
+def test_a_tensor_that_the_family_has_not_is_refused_and_layers_behind_the_last_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bias that nothing would add is refused; what multi-token prediction has is read past, with a line."""
+    model = make_model("tiny-glm4-moe", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    behind = {"blk.3.nextn.eh_proj.weight": (128, 256), "blk.3.ffn_up_exps.weight": (8, 64, 128)}
+    path = tmp_path / "m.gguf"
+    requantize(tmp_path / "bf16.gguf", path, {}, keys={"glm4moe.block_count": 4}, more=behind, layers_behind=1)
+    config = resolve_model(str(path)).config
+    assert config["num_hidden_layers"] == 3
+    with caplog.at_level(logging.INFO):
+        found = dict(gguf_tensors([path], config, torch.bfloat16))
+    assert len(found) == len(family_for(config).twin_sources(config))
+    assert "read past 2 tensors behind the last layer, such as blk.3.ffn_up_exps.weight: multi-token" in caplog.text
+    for name in ("blk.1.attn_output.bias", "rope_freqs.weight"):
+        requantize(tmp_path / "bf16.gguf", path, {}, more={name: (128,)})
+        with pytest.raises(CheckpointError, match=f"m.gguf: tensor '{name}': a model of the family glm4_moe has no"):
+            resolve_model(str(path))
+
+
+@pytest.mark.parametrize("preset", ["tiny-glm4-moe", "tiny-minimax-m2"])
+def test_a_router_that_is_no_sigmoid_is_refused(tmp_path: Path, preset: str) -> None:
+    model = make_model(preset, tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    architecture = family_for(config_of(model)).gguf_architecture
+    keys = {f"{architecture}.expert_gating_func": 1}
+    requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {}, keys=keys)
+    with pytest.raises(CheckpointError, match=r"expert_gating_func' is 1; expected 2 \(sigmoid\)"):
+        resolve_model(str(tmp_path / "m.gguf"))
 
 
 def test_what_can_not_be_served_is_refused_by_name(made: tuple[Path, Path], tmp_path: Path) -> None:
