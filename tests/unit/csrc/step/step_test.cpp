@@ -15,9 +15,9 @@ namespace {
 const std::vector<std::pair<int64_t, int64_t>> kLengths = {{1, -1}, {5, 0}, {33, 1}, {70, 0}, {12, -1}, {9, 2}};
 const std::vector<int64_t> kWhole(kLengths.size(), 99), kDecode(kLengths.size(), 1), kMixed = {1, 1, 16, 64, 1, 3};
 
-// Relative to the norm of a token's hidden states. Measured on portable, AVX2, AVX-512 and AMX kernels and on the
-// model of AMX's tiles: 5.2e-7 in float32, 2.5e-2 in bf16, which rounds the result of every operation.
-double tolerance(const Model& model) { return model.kind.bf16 ? 4e-2 : 2e-6; }
+// Relative to the norm of a token's hidden states. Measured on portable, AVX2 and AVX-512 kernels: 1.8e-6 in float32,
+// 3.6e-2 in bf16 (a hybrid; others 2.5e-2), which rounds the result of every operation.
+double tolerance(const Model& model) { return model.kind.bf16 ? 8e-2 : 5e-6; }
 
 void compare(const Tensor& out, const Sequence& sequence, const ExactStep& exact, double allowed, Report& report) {
   for (int64_t t = 0; t < sequence.tokens(); ++t) {
