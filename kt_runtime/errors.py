@@ -8,7 +8,8 @@
     │   ├── AdapterError         also a ValueError: an adapter directory that can't be used as it is
     │   ├── CheckpointError      also a ValueError: model weights that can't be used as they are
     │   ├── ProtocolError        also a ValueError: a wire message that can't be understood
-    │   └── ConflictError        also a RuntimeError: valid by itself, but not in the present state
+    │   ├── ConflictError        also a RuntimeError: valid by itself, but not in the present state
+    │   └── LimitError           also a RuntimeError: more than the server may hold
     └── RuntimeFault         ours: exit status 1, HTTP 500
         ├── ServerUnreachableError   also a ConnectionError
         ├── RequestTimeoutError      also a TimeoutError
@@ -75,6 +76,10 @@ class ProtocolError(UserError, ValueError):
 
 
 class ConflictError(UserError, RuntimeError):
+    pass
+
+
+class LimitError(UserError, RuntimeError):
     pass
 
 

@@ -334,6 +334,8 @@ def _settings(
         names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
         adapter_directory=str(adapters),
         stores_at_once=options.registry is not None,
+        max_adapters=options.max_adapters,
+        max_adapter_disk_bytes=options.max_adapter_disk_bytes,
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,

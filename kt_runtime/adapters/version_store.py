@@ -5,13 +5,15 @@
 
 Directories and `current.json` are renamed into place: a crash leaves the old state or the new one, and temporary names,
 which listings skip. `current.json` is written after the version that it names. Only one process writes a store at a
-time; it holds a lock (`serve/adapter_directory.py`). Only the owner may read the files.
+time; it holds a lock (`serve/adapter_directory.py`). Only the owner may read the files. A root that was there when the
+store was opened is never made again: a disk that has gone must not be replaced by a directory at its mount's point.
 
 Methods for one name raise OSError as the system calls do; `clean` and `scan` report it in their results.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -50,6 +52,7 @@ class VersionStore:
     def __init__(self, root: Path, family: Family, config: Mapping[str, Any], max_rank: int, kept: int = 8) -> None:
         self.root = root
         self._family, self._config, self._max_rank, self._kept = family, config, max_rank, kept
+        self._was_there = root.is_dir()
 
     def save(
         self,
@@ -71,6 +74,7 @@ class VersionStore:
         identity = version_hash or content_hash(stored)
         version = AdapterVersion(identity, created, stored.rank, float(stored.alpha), source)
         path = self.root / name / version.hash
+        self._check_is_there()
         if path.is_dir():
             return self._describe(path)
         described = {
@@ -162,7 +166,12 @@ class VersionStore:
     def forget(self, name: str) -> None:
         """Unloads `name`, for later restarts too; its versions stay on disk. Ignores an unknown name."""
         check_adapter_name(name)
+        self._check_is_there()
         self._unlink_current(name)
+
+    def _check_is_there(self) -> None:
+        if self._was_there and not self.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self.root))
 
     def _unlink_current(self, name: str) -> None:
         """Durably: a power cut must not bring an unloaded name back."""

@@ -73,6 +73,12 @@ class ServeCommand(click.Command):
     help="Memory for the adapters in batches, as many as it holds, instead of --lora-slots.",
 )
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
+@click.option("--max-adapters", type=int, help="Names that may have an adapter at once. [default: any number]")
+@click.option(
+    "--max-adapter-disk",
+    metavar="SIZE",
+    help="Nothing is published, loaded or saved once --adapter-dir has so many bytes. [default: no limit]",
+)
 @click.option(
     "--registry",
     metavar="DIR|URL",
@@ -223,6 +229,7 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
             "cache_device",
             "cache_host",
             "cache_disk",
+            "max_adapter_disk",
             "session_memory",
             "lora_memory",
             "gpu_experts",

@@ -19,10 +19,11 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: ZMQ endpoint of the names channel.
 
     `adapter_directory`: stores published versions, for rollback and restarts; `stores_at_once`: before the first
-    requests for a version, since other servers wait for its files. `expert_isa`, `expert_threads`: None lets
-    the expert store choose. `expert_format`: format to which the experts are quantized at load time, None: the
-    checkpoint's own. `train_share`, `tpot_target_ms`, `ttft_target_ms`: as of `wire.settings.Settings`, until they are
-    changed. `microbatch_tokens`: padded tokens that training sends through a
+    requests for a version, since other servers wait for its files. `max_adapters`, `max_adapter_disk_bytes`: how many
+    names may have an adapter, and what the directory may hold; None: any (`publishing.holdings`). `expert_isa`,
+    `expert_threads`: None lets the expert store choose. `expert_format`: format to which the experts are quantized at
+    load time, None: the checkpoint's own. `train_share`, `tpot_target_ms`, `ttft_target_ms`: as of
+    `wire.settings.Settings`, until they are changed. `microbatch_tokens`: padded tokens that training sends through a
     layer at once; a smaller value shortens serving's pauses. `lora_memory_bytes`: of the adapters in the slots of host
     memory, None: as many as there are slots. `max_sessions`, `session_memory_bytes` (None: no limit):
     limits of training sessions (`session_limits`).
@@ -49,6 +50,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     names_address: str
     adapter_directory: str
     stores_at_once: bool = False
+    max_adapters: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_adapter_disk_bytes: Annotated[int, msgspec.Meta(ge=1)] | None = None
     expert_isa: str | None = None
     expert_threads: int | None = None
     expert_format: str | None = None

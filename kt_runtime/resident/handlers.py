@@ -346,6 +346,8 @@ class SessionHandlers:
         """Copies the state now; a writer thread writes the copy while the session continues."""
         path = checkpoint.checked_path(request.path)
         session = self._session(request.session)
+        if self._publisher.holdings.is_inside(path):
+            self._publisher.holdings.check_disk(str(path))
         waiting = sum(name == request.session for name in self._writing.values())
         if waiting >= MAX_WAITING_SAVES:
             raise ConflictError(

@@ -17,7 +17,8 @@ kind and size, from earlier slices of that kind.
 
 **Cuts.** Where the budget says so, a slice that does not fit is cut, if it can be: it announces the `least` part that
 it can run, and gets as many units of its size as fit. The part's result does not depend on where it was cut. A part
-without an estimate is the least one.
+without an estimate is the least one. A small part costs more per unit than a large one: beyond `WASTE` it does not run
+if a later turn may be longer.
 
 **Several sessions** share training's time by weight: where the session may change, the next is the one that has had
 the least time for its weight. With several ranks, whose clocks differ, the changes are counted instead of the time.
@@ -53,6 +54,9 @@ MAX_CREDIT_SECONDS = 0.05
 WHOLE_OF_PARTS = 6
 """A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
 and a half times its attention forward."""
+
+WASTE = 1.1
+"""Of a part, the seconds per unit of those of the largest part that any turn can have."""
 
 MOST_REMEMBERED = 1024
 """Sessions without work whose time is remembered."""
@@ -118,8 +122,8 @@ class Work:
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn.
 
-    `cuts`, `at_least_one`, `whole_call`, `longest`: as of `TurnBudget`. `granted`: how much of the first slice runs, in
-    units of its size; None: all of it.
+    `cuts`, `at_least_one`, `whole_call`, `longest`, `most`: as of `TurnBudget`. `granted`: how much of the first slice
+    runs, in units of its size; None: all of it.
     """
 
     num_slices: int = 0
@@ -129,6 +133,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     whole_call: bool = False
     granted: int | None = None
     longest: float = 0.0
+    most: float = 0.0
 
 
 class _Queue:
@@ -262,6 +267,7 @@ class TrainingScheduler:
                 budget.at_least_one,
                 budget.whole_call,
                 longest=budget.longest,
+                most=budget.most,
             )
         return self._counted(seconds, budget)
 
@@ -273,7 +279,7 @@ class TrainingScheduler:
             return Plan(1)
         upcoming = next(iter(self._queues.values())).next_slice
         longest = max(seconds, budget.longest)
-        granted = self._granted(upcoming, longest, budget.cuts, budget.at_least_one, is_first=True)
+        granted = self._granted(upcoming, longest, budget, is_first=True)
         if granted == 0:
             return Plan()
         if granted is not None:
@@ -292,7 +298,7 @@ class TrainingScheduler:
             if not math.isinf(ends):
                 upcoming = next(iter(self._queues.values())).next_slice
                 left = max(ends - self._clock(), 0.0 if count else plan.longest)
-                granted = self._granted(upcoming, left, plan.cuts, plan.at_least_one, is_first=not count)
+                granted = self._granted(upcoming, left, plan, is_first=not count)
             if granted == 0:
                 break
             self.run_slice(is_serving, granted)
@@ -306,11 +312,9 @@ class TrainingScheduler:
             while name in self._queues and self._queues[name].next_slice.is_short:
                 self._run_slice_of(name, is_serving, None)
 
-    def _granted(
-        self, upcoming: Slice, seconds: float, cuts: bool, at_least_one: bool, *, is_first: bool
-    ) -> int | None:
+    def _granted(self, upcoming: Slice, seconds: float, turn: Plan | TurnBudget, *, is_first: bool) -> int | None:
         """How many units of the slice's size run now: None: all of them, 0: none."""
-        if not cuts:
+        if not turn.cuts:
             expected = self._estimate(upcoming.kind, upcoming.size)
             known = self._estimate.knows(upcoming.kind, upcoming.size)
             return None if is_first or (known and expected <= seconds) else 0
@@ -321,11 +325,20 @@ class TrainingScheduler:
             return None
         largest = self._largest_part(upcoming, seconds)
         if largest:
-            return largest
+            waits = self._is_wasteful(upcoming, largest, turn.most) and not (is_first and turn.at_least_one)
+            return 0 if waits else largest
         unknown = bool(upcoming.least) and math.isinf(self._estimate(upcoming.part, upcoming.least))
-        if is_first and (at_least_one or unknown):
+        if is_first and (turn.at_least_one or unknown):
             return min(upcoming.least, upcoming.size) or None
         return 0
+
+    def _is_wasteful(self, upcoming: Slice, size: int, most: float) -> bool:
+        """Whether a part of `size` costs much more per unit than one that `most` seconds have room for."""
+        larger = self._largest_part(upcoming, most)
+        if larger <= size:
+            return False
+        each, least = (self._estimate(upcoming.part, units) / units for units in (size, larger))
+        return each > WASTE * least
 
     def _may_be_tried(self, upcoming: Slice, seconds: float) -> bool:
         """Whether a slice that has never run whole is likely to fit."""

@@ -33,6 +33,7 @@ from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
+from kt_runtime.resident.publishing.holdings import Holdings
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
@@ -156,6 +157,7 @@ class Resident:
             self._workers,
             self._on_moved,
             stores_at_once=settings.stores_at_once,
+            holdings=Holdings(store.root, settings.max_adapters, settings.max_adapter_disk_bytes),
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set

@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.serve.http.client_keys import Client, ClientKey
+from kt_runtime.serve.http.client_keys import Client, ClientKey, ClientRequest, Refused
 from kt_runtime.serve.http.origins import OriginPolicy
 from kt_runtime.serve.http.route_table import Access, Rule, methods_of, rule_for
 from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
+from kt_runtime.sglang_patch.frontend.overload import client_request
 
 logger = logging.getLogger(__name__)
 
@@ -186,22 +187,27 @@ class AccessMiddleware:
         path = route_path(scope)
         scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
         denial = self.policy.decide(method, path, scope["headers"], scheme)
-        client = None
-        if denial is None and (client := self.policy.client_of(method, path, scope["headers"])) is not None:
-            refused = client.begin()
-            denial = None if refused is None else Denial(429, refused.message, refused.retry_after_s)
         if denial is None:
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                if client is not None:
-                    client.end()
-            return
+            client = self.policy.client_of(method, path, scope["headers"])
+            begun = None if client is None else client.begin()
+            if not isinstance(begun, Refused):
+                await self._pass_on(begun, scope, receive, send)
+                return
+            denial = Denial(429, begun.message, begun.retry_after_s)
         logger.warning("%s %r: denied with status %d", method, path, denial.status)
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": denial.message[:120]})
         else:
             await _send_denial(denial, send, self._readable_by(scope["headers"]))
+
+    async def _pass_on(self, begun: ClientRequest | None, scope: Scope, receive: Receive, send: Send) -> None:
+        token = client_request.set(begun)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            client_request.reset(token)
+            if begun is not None:
+                begun.end()
 
     def _readable_by(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
         """The allowed origin that may read a denial, or None. Denials do not pass through the CORS middleware."""

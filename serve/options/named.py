@@ -27,6 +27,8 @@ LOWEST_VALUES = {
     "context_tokens": 16,
     "expert_threads": 1,
     "microbatch_tokens": 1,
+    "max_adapters": 1,
+    "max_adapter_disk_bytes": 1 << 20,
     "max_sessions": 1,
     "tinker_timeout_s": 5,
     "session_memory_bytes": 1 << 20,
@@ -47,6 +49,7 @@ GPU_EXPERTS_FORMATS = get_args(GpuExpertsFormat)
 NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
+    "max_adapter_disk_bytes": "max-adapter-disk",
     "cors_origins": "cors-origin",
     "tinker_timeout_s": "tinker-timeout",
 }  # options whose name differs from the field's
@@ -61,6 +64,7 @@ class ServeOptions:
     `lora_slots`: adapter versions in one batch; the base takes one slot. `lora_memory_bytes`: of adapters in slots, or
     None: any that the slots need (`serve.memory.server.with_lora_slots`).
     `adapter_dir`: None: this model's directory in the user's data directory.
+    `max_adapters`: names of adapters at once; `max_adapter_disk_bytes`: of files in their directory; None: any.
     `registry`: a directory or URL, of the adapters that several servers share (`serve.registry`); None: none.
     `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
@@ -113,6 +117,8 @@ class ServeOptions:
     lora_slots: int = 8
     lora_memory_bytes: int | None = None
     adapter_dir: Path | None = None
+    max_adapters: int | None = None
+    max_adapter_disk_bytes: int | None = None
     registry: str | None = None
     expert_isa: str | None = None
     expert_threads: int | None = None

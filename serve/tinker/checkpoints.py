@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import re
 import shutil
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ class Checkpoints:
         """Records the run, before its first checkpoint. Raises OSError's message as ConflictError."""
         place = self._place(run.run_id)
         with errors_of_path(place, "written"):
+            if not self._adapter_directory.is_dir():  # it was there: a disk that has gone is not replaced
+                raise FileNotFoundError(errno.ENOENT, "the adapter directory is gone", str(place))
             for kind in KINDS:
                 (place / kind).mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(place / "run.json", msgspec.to_builtins(run), private=True)

@@ -11,6 +11,7 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
 - `_validate_one_request`: refuses values that would end the scheduler and the training in it (`checks.py`,
   `sampling.py`), and excessive grammars and log-probabilities (`grammar/limits.py`, `logprob_limits.py`).
+- `_validate_one_request`, `_handle_batch_output`: the tokens of a client's key are counted (`overload.py`).
 - `generate_request` also refuses requests while the engine is stalled (`stalls.py`).
 - `handle_loop`: an exception in the loop would end the whole server (`faults.py`).
 - `_tokenize_texts`, `auto_create_handle_loop`: tokenization runs in threads (`tokenizing.py`).
@@ -36,7 +37,7 @@ from kt_runtime.sglang_patch.frontend.checks import (
 )
 from kt_runtime.sglang_patch.frontend.faults import FaultContainment
 from kt_runtime.sglang_patch.frontend.logprob_limits import check_prompt_logprobs, most_entries
-from kt_runtime.sglang_patch.frontend.overload import Overloaded
+from kt_runtime.sglang_patch.frontend.overload import Overloaded, note_answers, take_tokens
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampling
 from kt_runtime.sglang_patch.frontend.stalls import Stalls
@@ -120,6 +121,11 @@ class FrontendManager(FaultContainment):
         if getattr(obj, "return_logprob", False):
             obj.most_logprobs = most_entries(obj, _path(current_request.get()))  # for `check_answer_logprobs`
         super()._validate_one_request(obj, input_ids)
+        take_tokens(obj, len(input_ids or ()), self.context_len)
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        note_answers(self.rid_to_state, recv_obj.rids, getattr(recv_obj, "completion_tokens", None) or ())
+        await super()._handle_batch_output(recv_obj)
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> LoRAUpdateOutput:
         async def load(adapters: AdapterService) -> None:

@@ -5,8 +5,13 @@ one is in time until n targets after the first. What remains of that when the de
 slack; training gets the least slack of all decoding requests. So each keeps the target by itself, whatever single turns
 took: a slice that was longer than expected, or a prompt between two steps, is paid back before training goes on.
 
-A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A slice that can't be cut and
-needs longer runs when all requests have that much slack.
+A short request may end before it can be paid back for the prompts of others that came between its steps. So training
+leaves each request the time of `PROMPTS_LEFT` such prompts, at most `MOST_LEFT_STEPS` targets.
+
+A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A request that arrives waits
+for the turn's end, so with a target for the first token a turn is no longer than an idle one. A slice that can't be cut
+and needs longer runs when all requests have that much slack. `most` tells the scheduler what a later turn may get: a
+part of a slice that costs much more than a larger one, which reads the layer's weights as often, waits for it.
 
 **Prefill has priority over training.** While a request waits for its first token, there is no training.
 
@@ -33,7 +38,11 @@ SHARE_OF_FIRST_TOKEN = 0.25
 costs training time."""
 MARGIN = 0.95
 """The budgets are for this share of the target, since the time between engine and client belongs to it too."""
-MOST_STEPS = 2
+MOST_STEPS = 3
+PROMPTS_LEFT = 2
+MOST_LEFT_STEPS = 5
+LEARNING = 16
+"""The time of a prompt is the mean of about so many."""
 STEP = "decode step"
 
 
@@ -55,13 +64,15 @@ IDLE = Load((), 0, False)
 class TurnBudget:
     """`seconds`: of slices in this turn. `cuts`: slices are cut to fit. `longest`: seconds that the turn's first slice
     may take before it is cut, if more than `seconds`. `at_least_one`: one runs even if it does not fit. `whole_call`:
-    slices run until a call has ended, however long it takes."""
+    slices run until a call has ended, however long it takes. `most`: seconds that a later turn may have; a part that is
+    wasteful beside one of that length does not run. 0: every part runs."""
 
     seconds: float
     cuts: bool = False
     at_least_one: bool = True
     whole_call: bool = False
     longest: float = 0.0
+    most: float = 0.0
 
 
 NOTHING = TurnBudget(0.0, cuts=True, at_least_one=False)
@@ -74,6 +85,8 @@ class Budget:
         self.settings, self._clock = settings, clock
         self._before, self._began, self._trained = IDLE, clock(), 0.0
         self._steps = Estimates()
+        self._prompt_seconds = 0.0
+        self._prompts_learned = 0
         self.latest = NOTHING
         self.serving_seconds = 0.0
         """Of the engine's work for requests, since the start: turns with any, without what training took of them."""
@@ -95,7 +108,10 @@ class Budget:
         before = self._before
         if before.is_serving:
             self.serving_seconds += served
-        if before.decoding and load.decoding and not before.waiting:  # no prompt was computed
+        if before.waiting:
+            self._prompts_learned = min(self._prompts_learned + 1, LEARNING)
+            self._prompt_seconds += (served - self._prompt_seconds) / self._prompts_learned
+        elif before.decoding and load.decoding:
             self._steps.learn(STEP, len(before.decoding), served)
 
     def _budget(self, load: Load) -> TurnBudget:
@@ -109,10 +125,13 @@ class Budget:
             return TurnBudget(SERVING_SECONDS, cuts=self.settings.has_target)
         target = MARGIN * self.settings.tpot_target_ms / 1000
         slack = min(target * tokens - age for age, tokens in load.decoding) - self._step(len(load.decoding))
+        slack -= min(PROMPTS_LEFT * self._prompt_seconds, MOST_LEFT_STEPS * target)
         if slack <= 0:
             return NOTHING
         most = MOST_STEPS * target
-        return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most)
+        if self.settings.ttft_target_ms is not None:
+            most = min(most, SHARE_OF_FIRST_TOKEN * self.settings.ttft_target_ms / 1000)
+        return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most, most=most)
 
     def _step(self, num_requests: int) -> float:
         """Seconds of the next decode step; 0 before the first one."""

@@ -39,6 +39,7 @@ from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameE
 from kt_runtime.families import Family
 from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.host import Host
+from kt_runtime.resident.publishing.holdings import Holdings
 from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
 from kt_runtime.resident.publishing.preparation import Preparation, Prepared
@@ -122,12 +123,14 @@ class Publisher:
         moved: Callable[[str, Exception | None], None],
         *,
         stores_at_once: bool = False,
+        holdings: Holdings | None = None,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
         self._persistence = Persistence(store, host.model, at_once=stores_at_once)
         self.owners = Owners()
+        self.holdings = holdings or Holdings(store.root)
         self._salt, self._ids_given = "", 0
         self._has_asked = False
         self._in_progress: dict[str, _Operation] = {}
@@ -141,9 +144,11 @@ class Publisher:
     # Requests.
 
     def check(self, name: str, session: SessionId | None, *, take_over: bool) -> None:
-        """Runs the checks that need no copy and no file. Raises InvalidValueError, ConflictError."""
+        """Runs the checks that need no copy and no file. Raises InvalidValueError, ConflictError, LimitError."""
         check_adapter_name(name)
         self.owners.check(name, session, take_over=take_over)
+        self.holdings.check_name(name, {*self._table.current_versions(), *self._queues})
+        self.holdings.check_disk(f"adapter {name!r}")
         if len(self._queues.get(name, ())) > MAX_WAITING_OF_NAME:
             raise ConflictError(
                 f"adapter {name!r}: {MAX_WAITING_OF_NAME} operations wait for the one in progress; ask again later"
@@ -297,6 +302,7 @@ class Publisher:
     def close(self) -> None:
         """Tries once more to write the versions that are not on disk yet."""
         self._persistence.close()
+        self.holdings.close()
 
     # The pipeline.
 

@@ -2,8 +2,9 @@
 body's `normal_form`.
 
 A refused request never reaches SGLang. SGLang's answers with status 500 are replaced, since they may quote a server
-exception with paths; the log has it. The answer to a request refused for overload is also replaced, by a 503: SGLang
-reports overload as a client error. Each 503 has a Retry-After header.
+exception with paths; the log has it. The answer to a request refused for overload is also replaced, by a 503, or by a
+429 where the limits of the client's key are reached: SGLang reports both as a client's mistake. Each has a Retry-After
+header.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kt_runtime.serve.requests.checks.body_reader import (
 )
 from kt_runtime.serve.requests.checks.checking import parse_query, parsed, shortened
 from kt_runtime.serve.requests.checks.refusal import OWN_ROUTES, Refusal, answer
-from kt_runtime.sglang_patch.frontend.overload import noting
+from kt_runtime.sglang_patch.frontend.overload import OverLimit, Overloaded, client_request, noting
 from kt_runtime.sglang_patch.frontend.tokenizing import LONG_BYTES
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class RequestMiddleware:
             await self.app(scope, _Replay(body, receive), lambda message: send(with_retry_after(message)))
             return
         with noting() as overloads:
-            guarded = _Guarded(send, path, overloads, may_wait=len(body) > LONG_BYTES)
+            may_wait = len(body) > LONG_BYTES or client_request.get() is not None
+            guarded = _Guarded(send, path, overloads, may_wait=may_wait)
             await self.app(scope, _Replay(body, receive), guarded)
 
     async def _body(self, scope: Scope, reader: BodyReader, *, takes_ends: bool) -> bytes:
@@ -170,7 +172,7 @@ class _Guarded:
     """ASGI `send` that replaces an answer with status 500, and any answer once the request is refused for overload (an
     error in `overloads`). `may_wait`: overload is possible, so the headers wait for the answer's next message."""
 
-    def __init__(self, send: Send, path: str, overloads: Sequence[Exception], may_wait: bool) -> None:
+    def __init__(self, send: Send, path: str, overloads: Sequence[Overloaded], may_wait: bool) -> None:
         self._send, self._path, self._overloads, self._may_wait = send, path, overloads, may_wait
         self._replaced, self._start = False, None
 
@@ -191,7 +193,9 @@ class _Guarded:
 
     async def _has_replaced(self, start: Any) -> bool:
         if self._overloads:
-            refusal = Refusal(503, str(self._overloads[0]), code="busy")
+            overload = self._overloads[0]
+            code = "rate_limit_exceeded" if isinstance(overload, OverLimit) else "busy"
+            refusal = Refusal(int(overload.status_code), str(overload), code=code)
         elif start["status"] == 500:
             logger.error("%r: answered with status 500; the log above may have the reason", self._path)
             refusal = Refusal(500, "internal error; the server's log has it")
@@ -203,9 +207,9 @@ class _Guarded:
 
 
 def with_retry_after(message: Any) -> Any:
-    """`message`, with a Retry-After header if it starts a 503 answer."""
+    """`message`, with a Retry-After header if it starts an answer with status 503 or 429."""
     headers = message.get("headers", ())
-    if message.get("status") != 503 or b"retry-after" in [name.lower() for name, _ in headers]:
+    if message.get("status") not in (429, 503) or b"retry-after" in [name.lower() for name, _ in headers]:
         return message
     return {**message, "headers": [*headers, RETRY_AFTER]}
 

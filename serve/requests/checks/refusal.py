@@ -6,8 +6,14 @@ import json
 from typing import Any
 
 # OpenAI's and Anthropic's error types by status.
-OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "server_error"}
-ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+OPENAI_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 500: "api_error", 503: "overloaded_error"}
 INVALID = "invalid_request_error"
 TINKER_ROUTES = "/api/v1/"
 OWN_ROUTES = ("/kt/", TINKER_ROUTES)  # of kt-runtime

@@ -2,7 +2,7 @@
 
 FAULTY_DISK names a JSON file that says what goes wrong just now with files under its "directory":
 
-- "fail": {operation: errno}; the operations are open, read, write, sync, remove, rename.
+- "fail": {operation: errno}; the operations are open, make (a directory), read, write, sync, remove, rename.
 - "hang": [operation, ...]; they wait until the file says otherwise.
 - "kill_at_write": n; at the n-th write from now on half of it is written and the process group is killed.
 
@@ -22,6 +22,7 @@ from typing import Any
 
 CONTROL = "FAULTY_DISK"
 OPERATIONS = {
+    "mkdir": "make",
     "preadv": "read",
     "pwritev": "write",
     "ftruncate": "write",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from reference.cache import faulty_disk
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -22,6 +24,7 @@ from kt_runtime.wire import Batch, ResidentClient
 from kt_runtime.wire.messages import LoraSettings
 
 PRESET = "tiny-qwen3-moe"
+FULL = dict.fromkeys(("open", "make", "write", "sync"), "ENOSPC")
 OPTIONS = ("--dtype", "float32", "--max-lora-rank", "8", "--max-total-tokens", "4096", "--finetuning-dir", "off")
 
 
@@ -43,8 +46,18 @@ class Place:
     @contextlib.contextmanager
     def serving(self, name: str) -> Iterator[ServerAPI]:
         options = [*OPTIONS, "--adapter-dir", str(self.root / name), "--registry", str(self.registry)]
-        with server(str(self.root / "model"), options, self.root / f"{name}.log") as api:
-            yield api
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(faulty_disk.CONTROL, str(self.root / "faults.json"))
+            with server(str(self.root / "model"), options, self.root / f"{name}.log") as api:
+                yield api
+
+    @contextlib.contextmanager
+    def full_disk(self, name: str) -> Iterator[None]:
+        """Of this server's adapter directory."""
+        (self.root / "faults.new").write_text(json.dumps({"directory": str(self.root / name), "fail": FULL}))
+        os.replace(self.root / "faults.new", self.root / "faults.json")
+        yield
+        (self.root / "faults.json").unlink()
 
     def kill(self, name: str) -> None:
         """All processes of the server, as when its machine loses power."""
@@ -110,7 +123,11 @@ def test_what_one_server_trains_the_other_serves_and_a_killed_one_catches_up(pla
             second.post("/kt/adapters/trained/rollback", {"version": version})
             eventually(lambda: current(first, "trained") == version)
             assert registry_name(first, "trained")["revision"] == 3
-            newest = train_and_publish(client, "run", "trained")
+            with place.full_disk("second"):
+                newest = train_and_publish(client, "run", "trained")
+                eventually(lambda: "No space left" in str(registry_name(second, "trained")["problem"]))
+                eventually(lambda: [each["replica"] for each in registry_name(first, "trained")["not_moved"]])
+                assert current(second, "trained") == version and tokens(second, "trained")
             eventually(lambda: current(second, "trained") == newest)
             place.kill("second")
         for _ in range(2):

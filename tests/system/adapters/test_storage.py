@@ -1,4 +1,5 @@
-"""A real server whose adapter directory is full, taken, or in disorder: it serves, says what is not stored, loses none.
+"""A real server whose adapter directory is full, slow, gone, taken, or in disorder: it serves, says what is not stored,
+loses none.
 
 One server, and then another over the same directory. A disk that is full, or does not let files be removed, is one
 whose system calls fail in the server's process (`reference/faulty_disk.py`), as they would.
@@ -28,16 +29,18 @@ from kt_runtime.adapters import VersionStore, as_version
 from kt_runtime.cli.adapter.command import command
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import free_port, server
-from kt_runtime.errors import AdapterError, ConflictError
+from kt_runtime.errors import AdapterError, ConflictError, LimitError
 from kt_runtime.families import family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch, ResidentClient
 from kt_runtime.wire.messages import LoraSettings
 
 PRESET = "tiny-qwen3-moe"
-FULL = {"fail": dict.fromkeys(("open", "write", "sync"), "ENOSPC")}
+FULL = {"fail": dict.fromkeys(("open", "make", "write", "sync"), "ENOSPC")}
+SLOW = {"hang": ["open", "make", "write", "sync"]}
 STUCK = {"fail": {"remove": "EPERM"}}
 LOADED = ("one", "two", "three")
+MAX_ADAPTERS = 8  # those of the first server, "trap" and "owned"
 
 
 def eventually(condition: Callable[[], Any], limit_s: float = 120.0) -> None:
@@ -75,6 +78,7 @@ class Place:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(faulty_disk.CONTROL, str(self.root / "faults.json"))
             options = ["--dtype", "float32", "--adapter-dir", str(self.adapters)]
+            options += ["--max-adapters", str(MAX_ADAPTERS)]
             with server(str(self.root / "model"), options, self.root / log) as api:
                 yield api
 
@@ -158,11 +162,13 @@ def story(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         pid = int((place.adapters / ".lock").read_text())
         place.heal()
         eventually(lambda: all(version["stored"] for a in adapters(api).values() for version in a["versions"]))
+        load_while_the_disk_hangs(api, place)
+        load_while_the_disk_is_gone(api, place)
         huge = lora.write_adapter(place.root / "sources" / "huge", lora.huge_adapter(place.config))
         client.load("run", str(huge))
         with pytest.raises(AdapterError) as not_finite:
             client.publish("run", "trained")
-        answers = {name: answer(api, name) for name in (None, *LOADED, "trained")}
+        answers = {name: answer(api, name) for name in (None, *LOADED, "slow", "gone", "trained")}
         versions = {name: adapter["current"] for name, adapter in adapters(api).items()}
     write_trap(place)
     (place.adapters / ".tmp-left").write_text("half")
@@ -171,6 +177,26 @@ def story(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         place.heal()
         log = place.root / "second.log"
         yield Story(told, status, listed, str(not_finite.value), refusal, pid, answers, versions, api, log)
+
+
+def load_while_the_disk_hangs(api: ServerAPI, place: Place) -> None:
+    place.fault(SLOW)
+    api.post("/kt/adapters", {"name": "slow", "path": str(place.root / "sources" / "one")})
+    assert answer(api, "slow") == answer(api, "one")
+    assert not adapters(api)["slow"]["versions"][0]["stored"]
+    place.heal()
+    eventually(lambda: adapters(api)["slow"]["versions"][0]["stored"])
+
+
+def load_while_the_disk_is_gone(api: ServerAPI, place: Place) -> None:
+    """As when it is not mounted any more: nothing may be written at its mount's point."""
+    place.adapters.rename(place.root / "unplugged")
+    api.post("/kt/adapters", {"name": "gone", "path": str(place.root / "sources" / "two")})
+    assert answer(api, "gone") == answer(api, "two")
+    eventually(lambda: "the directory is gone" in str(adapters(api)["gone"]["versions"][0]["not_stored"]))
+    assert not place.adapters.exists()
+    (place.root / "unplugged").rename(place.adapters)
+    eventually(lambda: adapters(api)["gone"]["versions"][0]["stored"])
 
 
 def write_trap(place: Place) -> None:
@@ -236,6 +262,13 @@ def test_a_name_belongs_to_the_session_that_publishes_it(story: Story, place: Pl
         client.publish("first", "owned")
         with pytest.raises(ConflictError, match="'owned' is published by session 'first' since"):
             client.publish("second", "owned")
+        refused = httpx.post(
+            f"{api.url}/kt/adapters", json={"name": "ninth", "path": source}, timeout=60, trust_env=False
+        )
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+        assert "8 adapters are there; allowed are 8 (--max-adapters)" in refused.json()["error"]["message"]
+        with pytest.raises(LimitError, match="allowed are 8"):
+            client.publish("second", "ninth")
         body = {"name": "owned", "path": source}
         refused = httpx.post(f"{api.url}/kt/adapters", json=body, timeout=60, trust_env=False)
         assert refused.status_code == 409 and "session 'first'" in refused.json()["error"]["message"]

@@ -59,6 +59,13 @@ class Running:
     def probe(self, path: str = "/health") -> int:
         return httpx.get(f"{self.api.url}{path}", timeout=SECONDS, trust_env=False).status_code
 
+    def listens_no_more(self) -> bool:
+        try:
+            self.probe()
+        except httpx.TransportError:
+            return True
+        return False
+
     def has_left_nothing(self) -> bool:
         return not [one for one in self.children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
@@ -155,3 +162,14 @@ def test_stopped_hung_and_killed_processes_are_noticed_and_what_was_published_an
         until(served.has_left_nothing)
         until(lambda: not served.frontend.is_running() or served.frontend.status() == psutil.STATUS_ZOMBIE)
     assert "one of the server's processes has died" in (tmp_path / "server.log").read_text()
+
+
+def test_a_second_sigterm_ends_a_server_that_drains_at_once(tmp_path: Path) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=2)
+    with running(tmp_path, tmp_path / "control") as served:
+        streamed = served.stream()
+        served.frontend.terminate()
+        until(served.listens_no_more)  # the first signal has been handled
+        served.frontend.terminate()
+        until(served.has_left_nothing)
+        until(lambda: streamed[-1].startswith("the connection ended"))  # a drained one has its last event

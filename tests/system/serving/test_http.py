@@ -31,7 +31,18 @@ from kt_runtime.wire import ResidentClient
 from kt_runtime.wire.messages import LoraSettings
 
 KEY = "integration-test-key-0123456789"
-CLIENTS_KEY = "the-key-of-a-team-of-clients"
+CLIENTS_KEY, COUNTED_KEY, MINUTE_KEY = "the-key-of-a-team-of-clients", "the-key-of-few-tokens", "the-key-of-a-minute"
+CLIENTS = f"""
+[team]
+key = "{CLIENTS_KEY}"
+requests_at_once = 1
+[counted]
+key = "{COUNTED_KEY}"
+tokens_at_once = 2100
+[minute]
+key = "{MINUTE_KEY}"
+tokens_per_minute = 10
+"""
 START_SECONDS = 600.0
 PROMPT: dict[str, Any] = {"input_ids": [5, 6, 7, 8]}
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -76,7 +87,7 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="kt-http-") as directory:
         command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", str(place / "model")]
         command += ["--host", host, "--port", str(port), "--runtime-dir", directory, "--dtype", "float32"]
-        (place / "clients.toml").write_text(f'[team]\nkey = "{CLIENTS_KEY}"\nrequests_at_once = 1\n')
+        (place / "clients.toml").write_text(CLIENTS)
         command += ["--allow-no-key"] if key is None else ["--client-keys", str(place / "clients.toml")]
         command += [
             "--adapter-dir",
@@ -204,6 +215,29 @@ class TestBehindAKey:
         answer = keyed.http.delete("/kt/adapters/none", headers=headers)
         assert answer.status_code == 403 and "only the server's own key" in answer.text
         assert CLIENTS_KEY not in keyed.full_log.read_text(errors="replace")
+
+    def test_a_client_s_tokens_are_counted_in_prompts_and_answers(self, keyed: Server) -> None:
+        headers = {"Authorization": f"Bearer {COUNTED_KEY}"}
+        long = {**PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 2000, "ignore_eos": True}, "stream": True}
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "stream": True}
+        with keyed.http.stream("POST", "/generate", json=long, headers=headers) as stream:
+            next(stream.iter_lines())
+            refused = keyed.post("/v1/chat/completions", {"model": "default", **chat}, headers=headers)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+            said = refused.json()["error"]
+            assert said["type"] == "rate_limit_error" and "'counted' may have 2100 tokens at once" in said["message"]
+            assert keyed.post("/generate", {**PROMPT, "sampling_params": GREEDY}, headers=headers).status_code == 200
+        until(lambda: keyed.post("/v1/chat/completions", {"model": "default", **chat}, headers=headers).is_success)
+        never = {**PROMPT, "sampling_params": {"max_new_tokens": 700, "n": 3}}
+        too_many = keyed.post("/generate", never, headers=headers)
+        assert too_many.status_code == 400 and "a request of the client 'counted' may have 2100" in too_many.text
+
+        headers = {"Authorization": f"Bearer {MINUTE_KEY}"}
+        many = {**PROMPT, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True, "n": 2}}
+        assert keyed.post("/generate", many, headers=headers).status_code == 200
+        refused = keyed.post("/generate", many, headers=headers)
+        assert refused.status_code == 429 and "'minute' may use 10 tokens a minute" in refused.text
+        assert 500 < int(refused.headers["retry-after"]) <= 606  # its 100 and the prompt, at ten a minute
 
     def test_routes_that_would_change_the_base_are_refused_with_the_key(self, keyed: Server) -> None:
         for path in ("/update_weights_from_tensor", "/update_weights_from_disk", "/load_lora_adapter_from_tensors"):

@@ -139,6 +139,21 @@ def test_unknown_names_and_versions_and_paths_are_refused(tmp_path: Path, qwen: 
         store.point("x", ["0" * 64])
 
 
+def test_a_root_that_has_gone_is_not_made_again_and_nothing_is_forgotten(tmp_path: Path, qwen: Any) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    store = open_store(qwen, root)
+    version = store.save("bob", qwen.adapter("o_proj"), created=1.0)
+    store.point("bob", [version.hash])
+    root.rename(tmp_path / "unplugged")
+    for change in (lambda: store.save("bob", qwen.adapter("q_proj"), created=2.0), lambda: store.forget("bob")):
+        with pytest.raises(OSError, match="the directory is gone"):
+            change()
+    assert not root.exists()
+    (tmp_path / "unplugged").rename(root)
+    assert store.served("bob") == [version.hash]
+
+
 def test_remove_forgets_a_name(tmp_path: Path, qwen: Any) -> None:
     store = open_store(qwen, tmp_path)
     store.point("x", [store.save("x", qwen.adapter("o_proj"), created=0.0).hash])

@@ -325,8 +325,8 @@ class Divisible:
         )
 
 
-def cutting(seconds: float, *, at_least_one: bool = False) -> TurnBudget:
-    return TurnBudget(seconds, cuts=True, at_least_one=at_least_one)
+def cutting(seconds: float, *, at_least_one: bool = False, most: float = 0.0) -> TurnBudget:
+    return TurnBudget(seconds, cuts=True, at_least_one=at_least_one, most=most)
 
 
 def run_turn(recorder: Recorder, budget: TurnBudget) -> float:
@@ -376,6 +376,23 @@ def test_nothing_runs_in_a_turn_whose_budget_the_least_part_exceeds() -> None:
         assert run_turn(recorder, cutting(0.01)) == 0.0
     assert len(work.sizes) == before
     assert run_turn(recorder, cutting(0.01, at_least_one=True)) == pytest.approx(0.032)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_part_that_costs_much_more_than_a_larger_one_waits_for_a_longer_turn(num_ranks: int) -> None:
+    """A part takes 10 ms and 0.1 ms a unit: 64 units cost 16.4 ms, 512 cost 61.2 ms and not eight times as much."""
+    recorder = Recorder(num_ranks=num_ranks)
+    work = Divisible(recorder, 1e-4, count=30, overhead=0.01)
+    while len(work.sizes) < 15:  # the estimates of all sizes
+        run_turn(recorder, cutting(0.08))
+    for _ in range(10):
+        assert run_turn(recorder, cutting(0.02, most=0.08)) == 0.0
+    assert run_turn(recorder, cutting(0.02, most=0.08, at_least_one=True)) > 0.0
+    before = len(work.sizes)
+    while not recorder.scheduler.is_idle:
+        run_turn(recorder, cutting(0.08, most=0.08))
+    large = work.sizes[before + 4 :]  # after the rest of a slice
+    assert large == [512] * len(large)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

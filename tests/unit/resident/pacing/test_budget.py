@@ -10,6 +10,7 @@ from kt_runtime.resident.pacing.budget import (
     IDLE,
     IDLE_SECONDS,
     MARGIN,
+    MOST_LEFT_STEPS,
     MOST_STEPS,
     NOTHING,
     SERVING_SECONDS,
@@ -99,6 +100,37 @@ def test_prefill_goes_first_and_its_time_is_taken_from_what_is_left() -> None:
     assert [turns.turn(0.010) for _ in range(5)] == [0.0] * 5
     assert sum(turns.turn(0.010) for _ in range(10)) > 0
     assert Turns(ttft_target_ms=100).budget.turn(Load((), 2, True)) == NOTHING
+
+
+def test_each_request_keeps_time_for_the_prompts_of_others() -> None:
+    """A request of nine tokens that a prompt came into keeps the target, although it can't be paid back."""
+    turns = Turns(tpot_target_ms=40)
+    for _ in range(20):
+        turns.turn(0.030, waiting=1)
+    short = Turns(1, tpot_target_ms=40)
+    short.budget, short.now = turns.budget, turns.now
+    short.first = [short.now]
+    trained = sum(short.turn(0.010) for _ in range(6))
+    short.turn(0.060, waiting=1)
+    short.turn(0.010)
+    assert trained > 0.03 and short.per_token() <= [0.040]
+
+
+def test_the_time_for_prompts_is_a_few_targets_at_most() -> None:
+    turns = Turns(tpot_target_ms=40)
+    for _ in range(3):
+        turns.turn(5.0, waiting=1)
+    later = Turns(tpot_target_ms=40)
+    later.budget, later.now = turns.budget, turns.now
+    later.first = [later.now] * 4
+    found = [later.turn(0.010) for _ in range(20)]
+    assert not any(found[: MOST_LEFT_STEPS - 1]) and any(found)
+
+
+def test_a_turn_is_no_longer_than_an_idle_one_where_the_first_token_has_a_target() -> None:
+    budget = Budget(Settings(tpot_target_ms=50.0, ttft_target_ms=100.0), lambda: 0.0)
+    found = budget.turn(Load(((0.0, 100),), 0, True))
+    assert found.seconds == found.most == pytest.approx(SHARE_OF_FIRST_TOKEN * 0.1) and found.at_least_one
 
 
 def test_an_idle_turn_is_short_beside_the_target_for_the_first_token() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.serve.http.auth import AccessMiddleware, AccessPolicy, ApiKey
-from kt_runtime.serve.http.client_keys import Client, ClientKey, read_client_keys
+from kt_runtime.serve.http.client_keys import Client, ClientKey, ClientRequest, Limits, Refused, read_client_keys
 from kt_runtime.serve.http.front_door import client_keys
 from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.sglang_patch.frontend.overload import OverLimit, client_request
 
 SERVERS, TEAM, GUEST = "the-servers-own-key", "the-key-of-team-a", "the-key-of-guests"
 TEXT = f"""
@@ -23,6 +24,8 @@ requests_at_once = 2
 [guests]
 key = "{GUEST}"
 requests_per_minute = 30
+tokens_at_once = 4096
+tokens_per_minute = 20000
 """
 
 
@@ -77,29 +80,70 @@ def test_limits_are_the_client_s_and_probes_count_for_nobody(policy: AccessPolic
     assert client(TEAM, "/health", "GET") is None
 
 
+def begun(client: Client) -> ClientRequest:
+    request = client.begin()
+    assert isinstance(request, ClientRequest)
+    return request
+
+
+def refused(client: Client) -> Refused:
+    request = client.begin()
+    assert isinstance(request, Refused)
+    return request
+
+
 def test_requests_at_once_are_counted_until_they_end() -> None:
-    client = Client("a", requests_at_once=2)
-    assert client.begin() is None and client.begin() is None
-    refused = client.begin()
-    assert refused is not None and "2 requests of the client 'a' are under way" in refused.message
-    assert refused.retry_after_s == 1
-    client.end()
-    assert client.begin() is None
+    client = Client("a", Limits(requests_at_once=2))
+    first, _ = begun(client), begun(client)
+    assert refused(client) == Refused("2 requests of the client 'a' are under way, which is its limit", 1)
+    first.end()
+    begun(client)
 
 
 def test_requests_per_minute_come_back_with_monotonic_time() -> None:
     clock = Clock()
-    client = Client("a", requests_per_minute=30, clock=clock)
-    assert [client.begin() for _ in range(30)] == [None] * 30
-    refused = client.begin()
-    assert refused is not None and refused.message == "the client 'a' may send 30 requests a minute"
-    assert refused.retry_after_s == 2
+    client = Client("a", Limits(requests_per_minute=30), clock=clock)
+    for _ in range(30):
+        begun(client)
+    assert refused(client) == Refused("the client 'a' may send 30 requests a minute", 2)
     clock.now += 1.9
-    assert client.begin() is not None
+    refused(client)
     clock.now += 0.2
-    assert client.begin() is None and client.begin() is not None
+    begun(client)
+    refused(client)
     clock.now += 3600
-    assert [client.begin() is None for _ in range(31)] == [True] * 30 + [False]
+    assert [isinstance(client.begin(), ClientRequest) for _ in range(31)] == [True] * 30 + [False]
+
+
+def test_tokens_at_once_are_the_prompts_and_what_answers_may_have_until_they_end() -> None:
+    client = Client("a", Limits(tokens_at_once=100))
+    first, second = begun(client), begun(client)
+    first.take(10, 50)
+    with pytest.raises(OverLimit, match=r"5 tokens and up to 36 new ones are 41, beside 60 .*may have 100 tokens"):
+        second.take(5, 36)
+    second.take(4, 36)
+    with pytest.raises(InvalidValueError, match=r"10 tokens and up to 51 new ones are 61; a request .* may have 100"):
+        second.take(10, 51)  # with what it has already: no wait would help
+    first.end()
+    begun(client).take(10, 50)
+
+
+def test_tokens_per_minute_are_those_of_prompts_and_of_answers_as_they_come() -> None:
+    clock = Clock()
+    client = Client("a", Limits(tokens_per_minute=60), clock=clock)
+    request = begun(client)
+    request.take(20, 1000)
+    for so_far in (1, 10, 10):
+        request.answered("one", so_far)
+    request.answered("another", 29)
+    begun(client)  # one token is left
+    request.answered("one", 21)
+    assert refused(client) == Refused("the client 'a' may use 60 tokens a minute, and has used them", 11)
+    clock.now += 11
+    begun(client)
+    request.end()
+    request.answered("one", 41)  # the engine was further than the client, which has gone
+    assert refused(client).retry_after_s == 20
 
 
 def test_a_refused_request_reaches_nobody_says_when_to_come_back_and_a_failed_one_ends(
@@ -111,6 +155,7 @@ def test_a_refused_request_reaches_nobody_says_when_to_come_back_and_a_failed_on
     async def app(scope: Any, receive: Any, send: Any) -> None:
         nonlocal reached
         reached += 1
+        assert isinstance(client_request.get(), ClientRequest)
         await waiting.wait()
         raise ConnectionError("the client has gone")
 
@@ -151,8 +196,9 @@ BROKEN = {
         f'[a]\nkey = "{TEAM}"\nrequest_at_once = 1',
         "unknown field 'request_at_once'.*s_at_once",
     ),
-    "zero": (f'[a]\nkey = "{TEAM}"\nrequests_at_once = 0', "requests_at_once is 0; allowed are 1 to 1000000"),
+    "zero": (f'[a]\nkey = "{TEAM}"\nrequests_at_once = 0', "requests_at_once is 0; allowed are 1 to 1000000000"),
     "a flag": (f'[a]\nkey = "{TEAM}"\nrequests_per_minute = true', "requests_per_minute is True; allowed"),
+    "tokens as text": (f'[a]\nkey = "{TEAM}"\ntokens_at_once = "9"', "tokens_at_once is '9'; allowed"),
     "a name": (f'["a b"]\nkey = "{TEAM}"', r"\[a b\]: a client's name has 1 to 64 letters"),
     "one key twice": (f'[a]\nkey = "{TEAM}"\n[b]\nkey = "{TEAM}"', "'b' has the key of 'a'"),
 }
@@ -174,6 +220,7 @@ def test_clients_need_a_server_with_a_key_that_is_not_theirs(path: Path, tmp_pat
     with pytest.raises(InvalidValueError, match=r"\[team-a\] has the server's own key"):
         client_keys(options, ApiKey(TEAM))
     found = client_keys(options, ApiKey(SERVERS))
+    assert [each.client.limits for each in found] == [Limits(2), Limits(None, 30, 4096, 20000)]
     assert [each.client.name for each in found] == ["team-a", "guests"] and isinstance(found[0], ClientKey)
     assert client_keys(ServeOptions(model="m"), None) == []
     with pytest.raises(NotFoundError, match="no such file"):

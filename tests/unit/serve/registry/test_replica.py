@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -299,6 +301,27 @@ def test_each_replica_says_where_a_name_has_not_moved_and_why(member: Make) -> N
     eventually(lambda: [each.behind for each in one.report.replicas if each.replica == two.id] == [1])
     two.server.refuses = None
     eventually(lambda: two.is_at("bob", 2) and not one.name("bob").not_moved and two.name("bob").problem is None)
+
+
+def test_a_follower_without_room_keeps_its_version_and_follows_when_there_is_room(
+    member: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = member("one"), member("two")
+    first = one.server.publish("bob", "first")
+    eventually(lambda: two.is_at("bob", 1))
+
+    def full(key: str, target: Path) -> tuple[int, str]:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.replica._registry.place, "download", full)
+        second = one.server.publish("bob", "second")
+        eventually(lambda: "No space left" in (two.name("bob").problem or ""))
+        assert two.server.names == {"bob": first}
+    eventually(lambda: two.is_at("bob", 2) and two.name("bob").problem is None)
+    eventually(lambda: not list(two.server.adapters.glob(".registry/.tmp-*")))
+    assert two.server.names == {"bob": second}
 
 
 @pytest.mark.parametrize("damage", ["cut off", "gone"])

@@ -30,6 +30,14 @@ def record(name: str, created_at: float = 2.0) -> CheckpointRecord:
     return CheckpointRecord(run_id=RUN, kind="weights", name=name, created_at=created_at, version="v")
 
 
+def test_a_run_is_not_recorded_where_the_adapter_directory_was(tmp_path: Path) -> None:
+    """As at the mount's point of a disk that has gone."""
+    checkpoints = Checkpoints(tmp_path / "adapters")
+    with pytest.raises(InvalidValueError, match="the adapter directory is gone"):
+        checkpoints.begin(run())
+    assert not (tmp_path / "adapters").exists()
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -320,7 +320,8 @@ def test_a_long_body_that_is_taken_is_answered_as_it_was() -> None:
     assert (sent[0]["status"], sent[1]["body"]) == (200, b"/opt/secret/path.py")
 
 
-def test_each_503_says_when_to_try_again() -> None:
+def test_each_503_and_429_says_when_to_try_again() -> None:
     for path in ("/generate", "/kt/status"):
-        assert (b"retry-after", b"5") in Exchange(BODY, path=path, status=503).run().sent[0]["headers"]
+        for status in (429, 503):
+            assert (b"retry-after", b"5") in Exchange(BODY, path=path, status=status).run().sent[0]["headers"]
     assert not Exchange(BODY, status=404).run().sent[0]["headers"]

@@ -1,0 +1,78 @@
+"""What a server may hold of adapters: `serve --max-adapters`, `--max-adapter-disk`.
+
+The number of names is exact. The directory is measured by a thread, every few seconds: the engine's thread reads no
+disk. So what is written between two measurements may go beyond the limit. One rank only: a measurement differs from
+rank to rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from kt_runtime.errors import LimitError
+
+PAUSE_SECONDS = 2.0
+LARGEST_SHARE = 0.02
+"""Of the time that measuring may take: a directory of many files is measured less often."""
+
+
+class Holdings:
+    """`directory`: of the adapters. None: no limit. Thread-safe."""
+
+    def __init__(self, directory: Path, max_names: int | None = None, max_bytes: int | None = None) -> None:
+        self._directory, self._max_names, self._max_bytes = directory, max_names, max_bytes
+        self._num_bytes = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if max_bytes is not None:
+            self._thread = threading.Thread(target=self._measure, name="kt-holdings", daemon=True)
+            self._thread.start()
+
+    def check_name(self, name: str, names: Collection[str]) -> None:
+        """`names`: those that adapters have. Raises LimitError for one more than allowed."""
+        if self._max_names is not None and name not in names and len(names) >= self._max_names:
+            raise LimitError(
+                f"adapter {name!r}: {len(names)} adapters are there; allowed are {self._max_names} (--max-adapters). "
+                "Unload one, or use a name that is there"
+            )
+
+    def check_disk(self, what: str) -> None:
+        """Before files are written. Raises LimitError once the directory has more than allowed."""
+        if self._max_bytes is not None and self._num_bytes >= self._max_bytes:
+            raise LimitError(
+                f"{what}: {self._directory} has {self._num_bytes} bytes; allowed are {self._max_bytes} "
+                "(--max-adapter-disk). Remove the directories of adapters that are unloaded"
+            )
+
+    def is_inside(self, path: Path) -> bool:
+        """Whether what is written to `path` counts."""
+        return path.is_relative_to(self._directory)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _measure(self) -> None:
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            began = time.monotonic()
+            self._num_bytes = bytes_below(self._directory)
+            pause_s = max(PAUSE_SECONDS, (time.monotonic() - began) / LARGEST_SHARE)
+
+
+def bytes_below(directory: Path) -> int:
+    """Of all regular files; what can't be read counts as empty."""
+    total = 0
+    for below, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(below, name))
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
