@@ -171,9 +171,10 @@ def attention_of(model: Any) -> Any:
 
 def run_step(program: native_step.Program, batch: tuple[Any, ...], lora: BatchLora = NO_LORA) -> Any:
     """Ids, positions, slots and sequences on the step alone. States of sequences lie in the first slots."""
+    ids, positions, slots, sequences = batch
     has_states = any(hasattr(layer, "linear_attn") for layer in program.model.layers)
-    states = torch.arange(len(batch[3].rows)) if has_states else None
-    return program._step.run(*batch, lora, states=states)
+    states = torch.arange(len(sequences.rows)) if has_states else None
+    return program._step.run(ids, positions, slots, sequences, lora, states=states)
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:

@@ -117,7 +117,13 @@ def test_the_comparison_with_the_modules_sees_states_in_other_slots(
     monkeypatch.setattr(native_step, "_program", checked)
     served.run(served.request("right", prompt(33)))
     assert not checked.different
-    monkeypatch.setattr(delta_step, "state_slots", lambda backend: (slots(backend) + 1) % STATES)
+
+    def others(backend: Any) -> torch.Tensor:
+        found = slots(backend)
+        assert found is not None
+        return (found + 1) % STATES
+
+    monkeypatch.setattr(delta_step, "state_slots", others)
     served.run(served.request("wrong", prompt(34, 9)))
     assert {text.rsplit(",")[0] for text in checked.different} >= {"EXTEND of 34 tokens", "DECODE of 1 tokens"}
 
