@@ -35,7 +35,9 @@ def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
     """
     rank = max(part.pair.a.shape[-2] for part in parts)
     common = _common_scaling(parts)
-    dense = {part.module.name: _uniform(part, rank, common) for part in parts if part.expert is None}
+    # Views of the file's bytes stay where they are all that is left of it: else one small tensor would keep the whole.
+    owns = any(part.expert is not None for part in parts)
+    dense = {part.module.name: _uniform(part, rank, common, owns=owns) for part in parts if part.expert is None}
     experts: dict[str, dict[int, Part]] = {}
     modules: dict[str, LoraModule] = {}
     for part in parts:
@@ -55,14 +57,11 @@ def _common_scaling(parts: list[Part]) -> float:
     return max(counts, key=lambda scaling: (counts[scaling], scaling))
 
 
-def _uniform(part: Part, rank: int, common: float) -> LoraPair:
+def _uniform(part: Part, rank: int, common: float, *, owns: bool) -> LoraPair:
+    """`owns`: nothing in the result is a tensor of `part`."""
     pair = part.pair.scaled(part.scaling / common).padded(rank)
-    return LoraPair(_owned(pair.a, part.pair.a), _owned(pair.b, part.pair.b))
-
-
-def _owned(tensor: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    # A file's tensors are views of its bytes: without a copy, one small tensor would keep the whole file in memory.
-    return tensor.clone() if tensor is original else tensor
+    copied = (new.clone() if owns and new is old else new for new, old in zip(pair, part.pair, strict=True))
+    return LoraPair(*copied)
 
 
 def _stack(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair:

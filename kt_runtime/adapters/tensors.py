@@ -34,7 +34,7 @@ from kt_runtime.families.base import Config
 from kt_runtime.mapped import array_of, free_elsewhere, mapped
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
-"""For work on all tensors of an adapter beside the engine, which has the machine's processors to itself otherwise."""
+"""For work on all tensors of a small adapter, which a client waits for."""
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
@@ -160,7 +160,7 @@ def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[
     for name, pair in adapter.modules.items():
         tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"] = pair
     missing = [key for key in tensors if key not in found]
-    found |= zip(missing, on_threads(measured, [tensors[key] for key in missing]), strict=True)
+    found |= zip(missing, on_threads(measured, [tensors[key] for key in missing], adapter.num_bytes), strict=True)
     return {key: found[key] for key in tensors}
 
 
@@ -216,21 +216,28 @@ def _keep(memory: mmap.mmap) -> None:
             free_elsewhere(_SPARE.pop(0))
 
 
+def num_threads(num_bytes: int) -> int:
+    """For work on `num_bytes` beside the engine. Where they are many, half of the processors have none of it at any
+    time: a decode step waits for the slowest of its threads, one on each processor."""
+    return NUM_THREADS if num_bytes < LARGE_BYTES else min(NUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
+
+
 def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
-    """`NUM_THREADS` threads whose tensor operations don't start further threads, for work on `num_bytes`."""
+    """Threads whose tensor operations don't start further threads, for work on `num_bytes`."""
 
     def begin() -> None:
         without_openmp()
         give_way(num_bytes)
 
-    return ThreadPoolExecutor(NUM_THREADS, name, begin)
+    return ThreadPoolExecutor(num_threads(num_bytes), name, begin)
 
 
-def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """The function's results, in order. Raises the first error, after the items under way."""
+def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item], num_bytes: int = 0) -> list[_Result]:
+    """The function's results, in order, for work on `num_bytes` in all. Raises the first error, after the items under
+    way."""
     if not items:
         return []
-    with thread_pool("kt-adapter") as threads:
+    with thread_pool("kt-adapter", num_bytes) as threads:
         return list(threads.map(function, items))
 
 

@@ -14,8 +14,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, Literal
+
+import msgspec
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import naming
@@ -282,7 +285,17 @@ class Family(ABC):
         return sources
 
     def lora_modules(self, config: Config) -> list[LoraModule]:
-        """Every linear that can be adapted, in the order of the model. Router, embeddings and lm_head never are."""
+        """Every linear that can be adapted, in the order of the model. Router, embeddings and lm_head never are.
+
+        Loading an adapter asks a dozen times: of equal configs the list is made once.
+        """
+        try:
+            encoded = msgspec.json.encode(config)
+        except TypeError:  # not the content of a file
+            return self._made_lora_modules(config)
+        return list(_lora_modules(self, encoded))
+
+    def _made_lora_modules(self, config: Config) -> list[LoraModule]:
         self.check(config)
         moe_layers = set(self.moe_layers(config))
         modules: list[LoraModule] = []
@@ -392,6 +405,12 @@ def require(config: Config, key: str, value: Any, reason: str, *, default: Any =
     found = config.get(key, default)
     if found != value:
         raise InvalidValueError(f"config.json: {key!r} is {found!r}; only {value!r} can be used: {reason}")
+
+
+@lru_cache(maxsize=8)
+def _lora_modules(family: Family, encoded: bytes) -> tuple[LoraModule, ...]:
+    """`encoded`: the config as JSON."""
+    return tuple(family._made_lora_modules(msgspec.json.decode(encoded)))
 
 
 def _gated_mlp(parent: str, hidden: int, intermediate: int, group: str) -> list[FusedLinear]:

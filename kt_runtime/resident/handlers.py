@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
-from kt_runtime.resident.publishing.preparation import Prepared
+from kt_runtime.resident.publishing.preparation import MOST_AHEAD, SMALL_BYTES, Preparation, Prepared
 from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
@@ -37,7 +38,7 @@ from kt_runtime.resident.training.policy import check_samples
 from kt_runtime.resident.training.preference import check_pairs
 from kt_runtime.resident.training.replay import CallRoutes, find_routes
 from kt_runtime.resident.training.session import Session
-from kt_runtime.resident.training.session_limits import SessionLimits
+from kt_runtime.resident.training.session_limits import SessionLimits, num_parameters
 from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
@@ -133,6 +134,7 @@ class SessionHandlers:
         self._sessions: dict[str, Session] = {}
         self._openings: dict[str, Opening] = {}
         self._writing: dict[str, str] = {}  # by key, the session
+        self._ahead: set[str] = set()  # keys of publications that are prepared before their requests were taken
         self._sessions_made = self._jobs_begun = self._saves_begun = 0
 
     def infos(self) -> list[messages.SessionInfo]:
@@ -184,6 +186,36 @@ class SessionHandlers:
             return self._workers.take(key)
         finally:
             self._workers.give_up(key)
+
+    def publish_ahead(self, request: Publish) -> None:
+        """Begins what `slices` of this request would begin in the engine's next turn, if the adapter is small.
+
+        On any thread, while the session has no other request: its masters must not change before `slices` has run.
+        """
+        session = self._sessions.get(request.session)
+        if session is None or len(self._ahead) >= MOST_AHEAD:
+            return
+        if num_parameters(session.modules, session.settings.rank) * self._host.dtype.itemsize >= SMALL_BYTES:
+            return
+        preparation = self._publisher.preparation_without_slot(request.name)
+        key = f"publish {request.request_id}"
+        self._workers.begin(key, _what_of(request), lambda: _version_of(session, request, preparation))
+        self._ahead.add(key)
+
+    def _taken_ahead(self, request: Publish) -> Generator[Slice | Pause, None, Prepared | None]:
+        """The result of `publish_ahead`, None if it did not begin. Waits for its end also where the request fails: the
+        session's next request may change the masters."""
+        key = f"publish {request.request_id}"
+        if key not in self._ahead:
+            return None
+        self._ahead.discard(key)
+        try:
+            if not self._workers.has_ended(key):
+                yield Pause(key, Slice("result", is_short=True))
+            taken: Prepared = self._workers.take(key)
+        finally:
+            self._workers.give_up(key)
+        return taken
 
     def _create(self, request: CreateSession) -> Slices:
         start_from, reference = _checked(request.start_from), _checked(request.reference)
@@ -384,11 +416,11 @@ class SessionHandlers:
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
-        """The session pauses while a worker makes a version of its masters, but not while the name moves."""
+        """The session pauses while a worker makes a version of its masters, but not while the name moves. A small one
+        was begun before (`publish_ahead`), and is copied into a slot here."""
+        ahead = yield from self._taken_ahead(request)
         session = self._session(request.session)
         self._publisher.check(request.name, session.id, take_over=request.take_over)
-        copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
-        check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
         answered = self._answers.when_moved(request, request.name)
 
         def done(outcome: AdapterVersion | Exception) -> None:
@@ -398,13 +430,12 @@ class SessionHandlers:
 
         session.copies.publishing()
         preparation = self._publisher.preparation(request.name)
-
-        def prepare() -> Prepared:
-            adapter, contents = checkpoint.taken_masters(session)
-            return preparation.checked(adapter, f"session {session.name}", contents)
-
         try:
-            prepared: Prepared = yield from self._on_worker(f"adapter {request.name!r}", prepare, is_short=True)
+            if ahead is not None:
+                prepared = preparation.placed(ahead)
+            else:
+                make = partial(_version_of, session, request, preparation)
+                prepared = yield from self._on_worker(_what_of(request), make, is_short=True)
             self._publisher.publish_prepared(
                 request.name, preparation, prepared, done, session=session.id, take_over=request.take_over
             )
@@ -422,6 +453,19 @@ class SessionHandlers:
             free_spare()
             return_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
+
+
+def _version_of(session: Session, request: Publish, preparation: Preparation) -> Prepared:
+    """Of the session's masters, which must not change meanwhile. On a worker thread. Raises ConflictError if memory
+    does not suffice."""
+    copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
+    check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
+    adapter, contents = checkpoint.taken_masters(session)
+    return preparation.checked(adapter, f"session {session.name}", contents)
+
+
+def _what_of(request: Publish) -> str:
+    return f"adapter {request.name!r}"
 
 
 def _checked(path: str | None) -> Path | None:

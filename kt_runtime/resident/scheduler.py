@@ -72,7 +72,7 @@ class Slice(NamedTuple):
     `least`: a part of the slice may run in its place, of so many units of `size` or a multiple; 0: no part may. The
     part is of kind `part`. The work is sent the number of units, None for the whole slice.
 
-    `is_short`: it takes less than a millisecond, whatever its data. It needs no plan (`TrainingScheduler.run_short`).
+    `is_short`: it takes a few milliseconds, whatever its data. It needs no plan (`TrainingScheduler.run_short`).
     """
 
     kind: str

@@ -104,7 +104,7 @@ def build_adapter(
         with torch.inference_mode(False), torch.no_grad():
             return _fuse(members[key], adapter, as_[key], bs[key])
 
-    weights = dict(zip(members, on_threads(fuse, list(members)), strict=True))
+    weights = dict(zip(members, on_threads(fuse, list(members), adapter.num_bytes), strict=True))
     return InstalledAdapter(uid, RankAndAlpha(adapter.rank, adapter.alpha), weights)
 
 

@@ -117,13 +117,26 @@ def _of(adapter: InstalledAdapter) -> list[tuple[tuple[str, int], FusedLora]]:
 
 
 def note_written(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
-    written = _written(pool)
-    written[slot] = max(written.get(slot, 0), slot_bytes(pool, adapter))
+    """The slot is of `adapter`, which was copied into it or is going to be."""
+    written, needed = _counts(pool, "kt_written"), slot_bytes(pool, adapter)
+    written[slot] = max(written.get(slot, 0), needed)
+    _counts(pool, "kt_needed")[slot] = needed
+
+
+def note_empty(pool: Any, slot: int) -> None:
+    """The slot is of no adapter; its memory stays committed."""
+    _counts(pool, "kt_needed").pop(slot, None)
 
 
 def written_bytes(pool: Any, slot: int) -> int:
     """About as much memory of the slot is committed."""
-    return _written(pool).get(slot, 0)
+    return _counts(pool, "kt_written").get(slot, 0)
+
+
+def spare_bytes(pool: Any) -> int:
+    """The memory of all slots that is committed and that their adapters don't need."""
+    needed = _counts(pool, "kt_needed")
+    return sum(max(0, num_bytes - needed.get(slot, 0)) for slot, num_bytes in list(_counts(pool, "kt_written").items()))
 
 
 def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
@@ -131,7 +144,7 @@ def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
 
     Each must have ended, or never begin, before an adapter is copied into the slot.
     """
-    _written(pool).pop(slot, None)
+    _counts(pool, "kt_written").pop(slot, None)
     parts: list[Callable[[], None]] = []
     for buffers in (*pool.A_buffer.values(), *pool.B_buffer.values()):
         for buffer in buffers:
@@ -141,10 +154,12 @@ def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
     return parts
 
 
-def _written(pool: Any) -> dict[int, int]:
-    found: dict[int, int] | None = getattr(pool, "kt_written", None)
+def _counts(pool: Any, name: str) -> dict[int, int]:
+    """Bytes by slot."""
+    found: dict[int, int] | None = getattr(pool, name, None)
     if found is None:
-        found = pool.kt_written = {}
+        found = {}
+        setattr(pool, name, found)
     return found
 
 

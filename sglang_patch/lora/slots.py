@@ -9,9 +9,11 @@ memory, and comes back when a request asks for it (`staging.py`). Before a batch
 reserved ones are given back, so that a reservation never leaves a batch without a slot. An adapter whose slot was given
 back is filled in again for its first request, or copied in its first batch where the pool is not in host memory.
 
-**Memory.** The pool's host memory is committed by use (`pool.py`). With a budget (`--lora-memory`) the least recently
-used adapters leave their slots until the rest fits, and their pages are given back on another thread. Adapters in use
-stay; requests for others wait (`staging.py`).
+**Memory.** The pool's host memory is committed by use (`pool.py`), which takes longer than copying an adapter into it.
+So slots keep memory that their adapters don't need, or that a dropped adapter had, up to `MOST_SPARE_BYTES` in all.
+With a budget (`--lora-memory`) it is up to `RELEASED_BYTES`, and the least recently used adapters leave their slots
+until the rest fits, and their pages are given back on another thread. Adapters in use stay; requests for others wait
+(`staging.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +28,23 @@ from kt_runtime import device
 from kt_runtime.adapters.tensors import on_threads
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
-from kt_runtime.sglang_patch.lora.pool import copies_into, note_written, release_parts, slot_bytes, written_bytes
+from kt_runtime.sglang_patch.lora.pool import (
+    copies_into,
+    note_empty,
+    note_written,
+    release_parts,
+    slot_bytes,
+    spare_bytes,
+    written_bytes,
+)
 
 RELEASED_BYTES = 64 << 20
-"""A slot that has so much more memory than its new adapter needs gives its pages back first; committing them again
-takes longer than copying."""
+"""A slot that has less memory than that beyond what its adapter needs keeps it always."""
+AT_ONCE_BYTES = 32 << 20
+"""Of a slot's memory, that the engine's thread writes at most, in ten milliseconds or twenty. An adapter of a low rank
+takes more in a slot than in its file: B has a column for each of the server's ranks."""
+MOST_SPARE_BYTES = 512 << 20
+"""Of all slots. A session that publishes again and again alternates between two slots."""
 
 POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
 SYMBOLS = (
@@ -63,21 +77,26 @@ class ReservedSlot:
 
     def fill(self, adapter: InstalledAdapter) -> None:
         """Copies `adapter` into the slot, on several threads; stops if the slot is given back meanwhile."""
-        if written_bytes(self._pool, self.index) > slot_bytes(self._pool, adapter) + RELEASED_BYTES:
+        if self._has_too_much(adapter):
             self.release()
         note_written(self._pool, self.index, adapter)
-        on_threads(self._copy, copies_into(self._pool, self.index, adapter))
+        on_threads(self._copy, copies_into(self._pool, self.index, adapter), slot_bytes(self._pool, adapter))
         self._is_filled = True
 
     def fill_at_once(self, adapter: InstalledAdapter) -> bool:
-        """As `fill`, on the calling thread. False: the slot must give pages back before, and is not filled."""
-        if written_bytes(self._pool, self.index) > slot_bytes(self._pool, adapter) + RELEASED_BYTES:
+        """As `fill`, on the engine's thread. False: it would take too long, and the slot is not filled."""
+        if slot_bytes(self._pool, adapter) > AT_ONCE_BYTES or self._has_too_much(adapter):
             return False
         note_written(self._pool, self.index, adapter)
         for copy in copies_into(self._pool, self.index, adapter):
             self._copy(copy)
         self._is_filled = True
         return True
+
+    def _has_too_much(self, adapter: InstalledAdapter) -> bool:
+        """Memory that must be given back first."""
+        written, needed = written_bytes(self._pool, self.index), slot_bytes(self._pool, adapter)
+        return written > needed + RELEASED_BYTES and spare_bytes(self._pool) - needed > most_spare_bytes(self._pool)
 
     def release(self) -> None:
         """Gives the slot's pages back; stops if the slot is given back meanwhile."""
@@ -107,6 +126,7 @@ class ReservedSlot:
         if self in _reserved(self._pool):
             _reserved(self._pool).remove(self)
             self._pool.buffer_id_to_uid[self.index] = EMPTY_SLOT
+            note_empty(self._pool, self.index)
 
     def use(self, manager: Any, lora_id: str) -> bool:
         """Makes the slot that of `lora_id`; False if it was given back or is not filled."""
@@ -124,6 +144,16 @@ def install(hooks: Hooks) -> None:
     hooks.before(SYMBOLS[0], make_room)
 
 
+def most_spare_bytes(pool: Any) -> int:
+    """`RELEASED_BYTES` before `keep_memory`."""
+    return int(getattr(pool, "kt_most_spare", RELEASED_BYTES))
+
+
+def keep_memory(pool: Any) -> None:
+    """From now on slots keep up to `MOST_SPARE_BYTES` that their adapters don't need."""
+    pool.kt_most_spare = MOST_SPARE_BYTES
+
+
 def is_in_host_memory(manager: Any) -> bool:
     return device.is_host(torch.device(manager.device))
 
@@ -133,6 +163,7 @@ def reserve(
 ) -> ReservedSlot | None:
     """An empty slot, else that of the least recently used adapter that is not `in_use` (None: all adapters are).
 
+    Of several empty slots the one that has most memory, which the next adapter then need not commit.
     None if there is no such slot, or if the pool is not in host memory.
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
@@ -140,7 +171,8 @@ def reserve(
     pool = manager.memory_pool
     if not is_in_host_memory(manager):
         return None
-    index = next((index for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT), None)
+    empty = (index for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT)
+    index = max(empty, key=lambda index: written_bytes(pool, index), default=None)
     if index is None and in_use is not None:
         index = _evict(manager, in_use)
     return None if index is None else ReservedSlot(pool, index, is_awaited=is_awaited)
@@ -157,6 +189,7 @@ def _evict(manager: Any, in_use: Collection[str | None]) -> int | None:
     victim = pool.eviction_policy.select_victim(candidates)
     index: int = pool.uid_to_buffer_id.pop(victim)
     pool.eviction_policy.remove(victim)
+    note_empty(pool, index)
     return index
 
 

@@ -3,11 +3,14 @@
 Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, and what `slots.py` names. Reason: SGLang copies an adapter
 into a slot in the scheduler's thread, in the first batch that uses it; every stream waits for that copy, a second for
 an adapter of gigabytes. Its own overlapped loading needs an accelerator's streams. Here the request stays in the
-waiting queue while a thread copies. Adapters of less than `INLINE_BYTES` are copied in their batch: they take less time
-than a decode step.
+waiting queue while a thread copies. Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take much
+more in a slot: they take less time than a decode step.
 
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
 takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too.
+
+With several ranks every adapter is copied in its batch, and slots keep their pages: threads end at other times on each
+rank, and what a batch may hold must not depend on that.
 
 Everything here runs in the scheduler's thread, except the copies.
 """
@@ -26,7 +29,8 @@ from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import slots
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
-from kt_runtime.sglang_patch.lora.pool import slot_bytes, written_bytes
+from kt_runtime.sglang_patch.lora.pool import note_empty, slot_bytes, spare_bytes, written_bytes
+from kt_runtime.sglang_patch.ranks import group
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,8 @@ class Staging:
         self._came: dict[str, float] = {}
         self._present: set[str | None] = set()
         self.wakeup = Wakeup()
+        if budget_bytes is None and slots.is_in_host_memory(manager):
+            slots.keep_memory(manager.memory_pool)
 
     def may_run(self, lora_id: str | None, running: set[str | None]) -> bool | None:
         """Whether the adapter is in a slot or can be copied in its batch. None: SGLang decides. `running`: ids."""
@@ -70,7 +76,8 @@ class Staging:
             return None
         if not self._fits(adapter, taken):
             return False
-        if adapter.num_bytes <= INLINE_BYTES or not slots.is_in_host_memory(self._manager):
+        is_copied_in_batch = self._is_small(adapter) or not slots.is_in_host_memory(self._manager)
+        if is_copied_in_batch or group.num_ranks() > 1:
             return None
         assert lora_id is not None
         slot = slots.reserve(self._manager, taken, is_awaited=True)
@@ -117,7 +124,10 @@ class Staging:
     def dropped(self, index: int) -> None:
         """The adapter of this slot, which is empty now, was dropped."""
         pool = self._manager.memory_pool
-        if slots.is_in_host_memory(self._manager) and written_bytes(pool, index) >= slots.RELEASED_BYTES:
+        note_empty(pool, index)
+        if not slots.is_in_host_memory(self._manager) or written_bytes(pool, index) < slots.RELEASED_BYTES:
+            return
+        if spare_bytes(pool) > slots.most_spare_bytes(pool) and group.num_ranks() == 1:
             self._release(slots.ReservedSlot(pool, index))
 
     def forget(self, lora_id: str) -> None:
@@ -144,6 +154,10 @@ class Staging:
 
     def _is_ready(self, lora_id: str | None) -> bool:
         return lora_id in self._manager.memory_pool.uid_to_buffer_id
+
+    def _is_small(self, adapter: InstalledAdapter) -> bool:
+        in_slot = slot_bytes(self._manager.memory_pool, adapter)
+        return adapter.num_bytes <= INLINE_BYTES and in_slot <= slots.AT_ONCE_BYTES
 
     def _fits(self, adapter: InstalledAdapter, taken: set[str | None]) -> bool:
         """Beside the adapters that are `taken`; alone any adapter does."""

@@ -9,16 +9,21 @@ so
     |s B A x| <= s R max|B| sqrt(K) max|A| sqrt(K) max|w|          R rank, K inputs, w the norm's weight
 
 bounds the adapter's part of an output. If it is at most `LARGEST_PART`, and the model's own part too, then an output
-is at most twice that. `o_proj` gets averages of such outputs, `down_proj` products of two (gate and up), `out_proj` of
-Gated DeltaNet such an output times a normalised vector: at most `LARGEST_PRODUCT`. If the parts of these linears are
-at most `LARGEST_SUMMAND`, the next norm's sum of squares over a hidden state stays within float32:
-(2 * 122 * 10^14)^2 * 7168 = 4 * 10^36 for the 61 layers of DeepSeek-V3. bfloat16 has the same range.
+is at most twice that, `LARGEST_OUTPUT`. `o_proj` gets averages of such outputs, `down_proj` products of two (gate and
+up), `out_proj` of Gated DeltaNet such an output times a normalised vector: at most `LARGEST_PRODUCT`.
+
+The hidden state is the sum of the two linears of each of L layers, each again with the model's part and the adapter's.
+If the adapter's are at most S, the next norm's sum of squares over H elements is at most (4 L S)^2 H. S is such that
+this is `LARGEST_SQUARES`, a thirtieth of what float32 holds: routing weights may add up to more than 1. S is
+1.5 * 10^14 for the 61 layers of DeepSeek-V3. bfloat16 has the same range.
 
 The model's own part is not checked: outputs of usable models are below 10^4, and a model beyond 10^5 is not saved by
 refusing an adapter.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -29,8 +34,9 @@ from kt_runtime.families.base import Config
 from kt_runtime.resident.twin.model import Twin
 
 LARGEST_PART = 1e5
-LARGEST_PRODUCT = (2 * LARGEST_PART) ** 2
-LARGEST_SUMMAND = 1e14
+LARGEST_OUTPUT = 2 * LARGEST_PART
+LARGEST_PRODUCT = LARGEST_OUTPUT**2
+LARGEST_SQUARES = 1e37
 
 BEHIND_NORMS = frozenset(
     (
@@ -51,6 +57,8 @@ class Bounds:
         needed = [f"model.layers.{i}.{norm}.weight" for i in range(twin.num_layers) for norm in NORMS_OF_A_LAYER]
         holds = twin.dtype in (torch.float32, torch.bfloat16) and all(name in norms for name in needed)
         self.largest_weight = 1 + max(float(view.abs().max()) for view in norms.values()) if holds else None
+        hidden = norms[needed[0]].numel() if holds else 1
+        self._largest_summand = math.sqrt(LARGEST_SQUARES / hidden) / (4 * twin.num_layers)
 
     def exclude_overflow(self, adapter: AdapterTensors, contents: Contents) -> bool:
         """`contents`: of every tensor of `adapter`. False: the adapter may overflow, or may not."""
@@ -64,4 +72,5 @@ class Bounds:
         gain = adapter.scaling * adapter.rank * a * b * module.in_features  # per unit of the largest input
         if module.projection in BEHIND_NORMS:
             return gain * self.largest_weight <= LARGEST_PART
-        return gain * LARGEST_PRODUCT <= LARGEST_SUMMAND
+        largest_input = LARGEST_OUTPUT if module.projection == "o_proj" else LARGEST_PRODUCT
+        return gain * largest_input <= self._largest_summand

@@ -24,7 +24,10 @@ from kt_runtime.resident.host import Host
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 16 << 20
-"""Of a file whose adapter the engine's thread copies into a slot, in a few milliseconds."""
+"""The engine's thread copies a smaller adapter into a slot, in a few milliseconds."""
+
+MOST_AHEAD = 4
+"""Loads, and publications of sessions, that are prepared before the engine's next turn: each holds a small adapter."""
 
 
 @dataclass(frozen=True)

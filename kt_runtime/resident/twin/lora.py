@@ -58,11 +58,12 @@ class LoraModules:
         return {name: value for layer in by_layer.values() for name, value in layer.items()}
 
     def create_frozen(
-        self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]
+        self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule], *, experts_as_they_are: bool = False
     ) -> Generator[Slice, None, None]:
         """Adds the frozen `adapter` in float32, one layer per slice. `modules`: all LoRA modules of the model.
 
-        Tensors that are float32 and on the device already are aliased, so the caller must not change them. Raises
+        Tensors that are float32 and on the device already are aliased, so the caller must not change them. So are
+        those of routed experts, float32 or bfloat16 in host memory, with `experts_as_they_are`. Raises
         InvalidValueError for a module that is not in `modules`.
         """
         by_name = {module.name: module for module in modules}
@@ -71,11 +72,16 @@ class LoraModules:
             raise InvalidValueError(f"the reference adapter adapts {unknown[0]!r}, which the model does not have")
         config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights=False)  # type: ignore[arg-type]
 
-        def frozen(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32), requires_grad=False)
+        def frozen(module: LoraModule, tensor: torch.Tensor) -> nn.Parameter:
+            if not (experts_as_they_are and module.num_experts):
+                tensor = tensor.to(self._twin.device, torch.float32)
+            return nn.Parameter(tensor.detach(), requires_grad=False)
 
-        names = sorted(adapter.modules, key=lambda name: by_name[name].layer)
-        pairs = ((by_name[name], frozen(adapter.modules[name].a), frozen(adapter.modules[name].b)) for name in names)
+        found = sorted((by_name[name] for name in adapter.modules), key=lambda module: module.layer)
+        pairs = (
+            (each, frozen(each, adapter.modules[each.name].a), frozen(each, adapter.modules[each.name].b))
+            for each in found
+        )
         yield from self._place(key, pairs, config)
 
     def _place(

@@ -39,7 +39,18 @@ def test_uniform_parts_stay_as_they_are_to_the_last_bit(modules: list[LoraModule
         assert torch.equal(pair.a, one.pair.a)
         assert torch.equal(pair.b, one.pair.b)
         assert pair.a.dtype == torch.bfloat16
-        assert pair.a.data_ptr() != one.pair.a.data_ptr()
+
+
+def test_only_beside_experts_tensors_of_a_file_are_copied(modules: list[LoraModule]) -> None:
+    """Experts are stacked; what is left of the file would be kept by one small tensor. Otherwise nothing is left."""
+    dense = next(each for each in modules if not each.num_experts)
+    routed = next(each for each in modules if each.num_experts)
+    for others in ([], [part(routed, 2, 1.0, expert=0)]):
+        parts = [part(dense, 2, 1.0), *others]
+        folded = fold(parts, 2.0).modules[dense.name]
+        is_same = [new.data_ptr() == old.data_ptr() for new, old in zip(folded, parts[0].pair, strict=True)]
+        assert is_same == [not others] * 2
+        assert torch.equal(folded.a, parts[0].pair.a) and torch.equal(folded.b, parts[0].pair.b)
 
 
 def test_ranks_and_scalings_become_one_without_changing_any_product(modules: list[LoraModule]) -> None:

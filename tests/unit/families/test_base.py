@@ -66,6 +66,19 @@ def test_the_rows_of_each_sglang_tensor_are_used_once_and_without_gaps(config: d
 NOT_ADAPTED = ("lm_head", "shared_expert_gate", "wq_b", "wk", "weights_proj")
 
 
+def test_lora_modules_are_made_once_for_equal_configs(config: dict[str, Any]) -> None:
+    """Loading an adapter asks a dozen times. What one caller does to the list, others do not see."""
+    family = family_for(config)
+    first, again = family.lora_modules(config), family.lora_modules(dict(config))
+    assert first == again and all(one is other for one, other in zip(first, again, strict=True))
+    first.clear()
+    assert family.lora_modules(config) == again
+    size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    assert family.lora_modules(config | {size: 2 * config[size]}) != again
+    unusual = config | {"not of a file": object()}
+    assert family.lora_modules(unusual) == again
+
+
 def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]) -> None:
     model = build(config)
     linears = {

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from reference.lora import random_adapter, write_adapter
 
 from kt_runtime.families import family_for
+from kt_runtime.resident import handlers
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.routes.keys import TokenKeys
 from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.resident.server import Resident
+from kt_runtime.resident.training import checkpoint
+from kt_runtime.resident.training.session import SessionId
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
     CloseSession,
@@ -30,6 +36,12 @@ from kt_runtime.wire.messages import (
     PublishReply,
 )
 from kt_runtime.wire.server import Incoming
+
+
+def ahead_of(resident: Resident) -> Any:
+    """What the handlers prepare ahead of a turn."""
+    assert isinstance(resident.handlers, handlers.SessionHandlers)
+    return resident.handlers._ahead
 
 
 class Inbox:
@@ -139,6 +151,140 @@ def test_a_load_that_was_read_ahead_takes_one_turn(make_host: Callable[..., Any]
     resident.turn()
     assert [type(reply) for reply in inbox.replies] == [PublishReply] and not resident._ahead
     resident.close()
+
+
+@pytest.fixture
+def trained(make_host: Callable[..., Any], make_batch: Any, tmp_path: Path) -> Iterator[tuple[Resident, Inbox, Any]]:
+    """A resident with session `s`, which has made a step, and a function that sends requests and runs a turn."""
+    host = make_host("deepseek_v3")
+    host.answers_at_once = True
+    inbox = Inbox([])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path / "adapters")
+    )
+    resident = Resident(host, settings, inbox)
+
+    def send(*requests: tuple[Any, dict[str, np.ndarray]]) -> None:
+        for request, arrays in requests:
+            incoming = Incoming(request, arrays, b"", request.request_id)
+            resident.arrives(incoming)
+            inbox._waiting.append(incoming)
+
+    def turn() -> None:
+        resident.apply(resident.decisions())
+        resident.turn()
+
+    turn()
+    lora = LoraSettings(rank=2, alpha=4.0, targets=["attention"])
+    send((CreateSession(request_id="open", session="s", lora=lora), {}), *a_step(make_batch, "0"))
+    while len(inbox.replies) < 3:
+        turn()
+    inbox.replies.clear()
+    yield resident, inbox, SimpleNamespace(send=send, turn=turn, make_batch=make_batch, host=host)
+    resident.close()
+
+
+def a_step(make_batch: Any, request_id: str) -> list[tuple[Any, dict[str, np.ndarray]]]:
+    batch = make_batch(20, 9)
+    arrays = {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights}
+    backward = ForwardBackward(request_id=f"backward {request_id}", session="s", lengths=batch.lengths)
+    return [
+        (backward, arrays),
+        (OptimStep(request_id=f"step {request_id}", session="s", learning_rate=1e-2), {}),
+    ]
+
+
+def test_a_small_session_s_publication_takes_the_turn_in_which_it_is_taken(
+    trained: tuple[Resident, Inbox, Any],
+) -> None:
+    """Its version is prepared between its arrival and the engine's turn, however much time training owes."""
+    resident, inbox, server = trained
+    server.host.serving = True
+    resident.scheduler._not_before = math.inf  # no slice is planned
+    server.send((Publish(request_id="publish", session="s", name="carol"), {}))
+    assert resident._workers.finish(60)
+    server.turn()
+    assert [type(reply) for reply in inbox.replies] == [PublishReply]
+    assert len(server.host.placed) == 1 and not ahead_of(resident) and not resident._workers._jobs
+
+
+def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
+    trained: tuple[Resident, Inbox, Any],
+) -> None:
+    """The masters change before it is its turn: what it publishes is what they are then."""
+    resident, inbox, server = trained
+    server.send(*a_step(server.make_batch, "1"), (Publish(request_id="late", session="s", name="carol"), {}))
+    assert not ahead_of(resident)
+    while len(inbox.replies) < 3:
+        server.turn()
+    server.send((Publish(request_id="again", session="s", name="dave"), {}))
+    assert ahead_of(resident) == {"publish again"}
+    while len(inbox.replies) < 4:
+        server.turn()
+    late, again = inbox.replies[2:]
+    assert isinstance(late, PublishReply) and isinstance(again, PublishReply) and late.version == again.version
+
+
+def test_nothing_is_prepared_ahead_while_requests_may_be_open_that_were_not_announced(
+    trained: tuple[Resident, Inbox, Any],
+) -> None:
+    """Those that came while the resident was built."""
+    resident, inbox, server = trained
+    resident._knows_open = False
+    backward, step = a_step(server.make_batch, "1")
+    inbox._waiting = [Incoming(request, arrays, b"", request.request_id) for request, arrays in (backward, step)]
+    server.turn()
+    server.send((Publish(request_id="publish", session="s", name="carol"), {}))
+    assert not ahead_of(resident)
+    while len(inbox.replies) < 3:
+        server.turn()
+    server.turn()
+    server.send((Publish(request_id="again", session="s", name="carol"), {}))
+    assert ahead_of(resident)
+    while len(inbox.replies) < 4:
+        server.turn()
+
+
+def test_a_session_s_next_request_waits_for_what_is_still_prepared_ahead(
+    trained: tuple[Resident, Inbox, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the publication is refused: the masters must not change while they are copied."""
+    resident, inbox, server = trained
+    gate, real = threading.Event(), checkpoint.taken_masters
+
+    def gated(session: Any) -> Any:
+        assert gate.wait(60)
+        return real(session)
+
+    monkeypatch.setattr(checkpoint, "taken_masters", gated)
+    other = SessionId("other", "other")
+    resident.publisher.owners.begin(other)
+    resident.publisher.owners.claim("carol", other)
+    server.send((Publish(request_id="refused", session="s", name="carol"), {}))
+    server.send(*a_step(server.make_batch, "1"))
+    for _ in range(20):
+        server.turn()
+    assert not inbox.replies
+    gate.set()
+    while len(inbox.replies) < 3:
+        server.turn()
+    assert [reply.request_id for reply in inbox.replies] == ["refused", "backward 1", "step 1"]
+    assert inbox.replies[0].kind == "ConflictError" and not resident._workers._jobs
+
+
+def test_what_is_prepared_ahead_is_small_and_of_a_session_that_exists(
+    trained: tuple[Resident, Inbox, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, inbox, server = trained
+    monkeypatch.setattr(handlers, "SMALL_BYTES", 1)
+    server.send((Publish(request_id="large", session="s", name="carol"), {}))
+    server.send((Publish(request_id="unknown", session="t", name="carol"), {}))
+    assert not ahead_of(resident)
+    while len(inbox.replies) < 2:
+        server.turn()
+    replies = {reply.request_id: reply for reply in inbox.replies}
+    assert isinstance(replies["large"], PublishReply) and replies["unknown"].kind == "UnknownNameError"
+    assert not resident._open._of
 
 
 def test_requests_of_a_session_that_arrive_together_keep_their_order(

@@ -65,6 +65,16 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
     assert parsed.disable_shared_experts_fusion
 
 
+@pytest.mark.parametrize(("ranks", "grammars"), [(1, None), (2, "none")])
+def test_experts_are_split_by_expert_over_all_ranks(
+    parser: argparse.ArgumentParser, tmp_path: Path, ranks: int, grammars: str | None
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", tp_size=ranks)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=True))
+    assert (parsed.tp_size, parsed.ep_size, parsed.grammar_backend) == (ranks, ranks, grammars)
+
+
 @pytest.mark.parametrize(
     ("on_cpu", "no_graphs", "backend"),
     [(False, False, "breakable"), (False, True, "disabled"), (True, False, "disabled")],

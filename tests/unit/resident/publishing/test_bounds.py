@@ -56,6 +56,19 @@ def test_adapters_of_users_need_no_probe_and_huge_ones_do(lab: Any) -> None:
         assert not lets_through(lab, huge_adapter(lab.host.config, only=(group,)))
 
 
+def test_a_high_rank_needs_no_probe(lab: Any) -> None:
+    """As `kt-runtime bench swap` makes adapters of 3 GB: B of 0.01, five standard deviations in every element."""
+    adapter = random_adapter(lab.host.config, rank=4, alpha=4.0, seed=1)
+    rank = 4096
+    pairs = {
+        name: LoraPair(pair.a.sign() * 5 * pair.a.shape[-1] ** -0.5, pair.b.sign() * 5 * 0.01)
+        for name, pair in adapter.modules.items()
+    }
+    measured = contents_of(AdapterTensors.from_modules(4, 4.0, pairs))
+    high = AdapterTensors.from_modules(rank, float(rank), pairs)
+    assert Bounds(lab.twin, lab.host.config).exclude_overflow(high, measured)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nothing_that_is_not_finite_is_let_through(lab: Any, value: float) -> None:
     adapter = random_adapter(lab.host.config, rank=4, alpha=8.0, seed=1)

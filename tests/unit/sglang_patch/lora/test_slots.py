@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -79,15 +79,32 @@ def test_a_slot_that_is_filled_at_once_has_the_same(
     slot = slots.reserve(manager)
     assert slot is not None
     prepared = prepare_adapter(manager, served.config, "name", adapter)
-    pool_module._written(manager.memory_pool)[slot.index] = slots.RELEASED_BYTES + (1 << 30)
+    written = pool_module._counts(manager.memory_pool, "kt_written")
+    written[slot.index] = slots.RELEASED_BYTES + (1 << 30)
     assert not slot.fill_at_once(prepared.adapter)  # pages to give back: not on the engine's thread
-    pool_module._written(manager.memory_pool).clear()
+    written.clear()
     assert slot.fill_at_once(prepared.adapter)
     install_prepared(manager, "at once", "name", "content", replace(prepared, slot=slot))
     for one, other in zip(content(manager, "on threads"), content(manager, "at once"), strict=True):
         assert torch.equal(one, other)
     monkeypatch.setattr(pool_module, "fill_slot", lambda *arguments: pytest.fail("copied again"))
     manager.fetch_new_loras({"at once", None})
+
+
+def test_the_engine_s_thread_fills_no_slot_that_takes_much_memory(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the adapter: committing a gigabyte of B's unused columns takes a second."""
+    built = prepare_adapter(manager, served.config, "name", adapter).adapter
+    in_slot = pool_module.slot_bytes(manager.memory_pool, built)
+    assert in_slot > built.num_bytes
+    monkeypatch.setattr(slots, "copies_into", lambda *arguments: pytest.fail("copied"))
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", in_slot - 1)
+    slot = slots.reserve(manager)
+    assert slot is not None and not slot.fill_at_once(built)
+    monkeypatch.undo()
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", in_slot)
+    assert slot.fill_at_once(built)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -177,3 +194,63 @@ def test_a_slot_that_was_never_filled_is_not_used(served: SimpleNamespace, manag
 def test_a_pool_on_an_accelerator_is_filled_by_its_first_batch(manager: Any) -> None:
     elsewhere = SimpleNamespace(memory_pool=manager.memory_pool, device="cuda")
     assert slots.reserve(elsewhere) is None
+
+
+@pytest.fixture
+def written(manager: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The committed bytes of each slot, which the test states."""
+    pool, made = manager.memory_pool, dict[int, int]()
+    monkeypatch.setattr(pool, "kt_written", made, raising=False)
+    monkeypatch.setattr(pool, "kt_needed", {}, raising=False)
+    monkeypatch.setattr(pool, "kt_most_spare", slots.RELEASED_BYTES, raising=False)
+    return made
+
+
+def test_of_several_empty_slots_the_one_with_most_memory_is_filled(manager: Any, written: dict[int, int]) -> None:
+    written[2] = 5
+    first = slots.reserve(manager)
+    assert first is not None and first.index == 2
+    second = slots.reserve(manager)
+    assert second is not None and second.index != 2
+
+
+def test_slots_keep_memory_that_their_adapters_do_not_need_up_to_a_bound(
+    served: SimpleNamespace,
+    manager: Any,
+    adapter: AdapterTensors,
+    written: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In all slots: what one slot keeps, another one may not."""
+    released: list[int] = []
+    real = slots.release_parts
+
+    def release_parts(pool: Any, index: int) -> list[Callable[[], None]]:
+        released.append(index)
+        return real(pool, index)
+
+    monkeypatch.setattr(slots, "release_parts", release_parts)
+    built = prepare_adapter(manager, served.config, "name", adapter).adapter
+    each = pool_module.slot_bytes(manager.memory_pool, built)
+    large = slots.MOST_SPARE_BYTES // 2
+
+    def filled() -> slots.ReservedSlot:
+        slot = slots.reserve(manager)
+        assert slot is not None
+        written[slot.index] = large + each
+        slot.fill(built)
+        return slot
+
+    filled()
+    assert len(released) == 1 and pool_module.spare_bytes(manager.memory_pool) == 0  # before `keep_memory`
+    slots.keep_memory(manager.memory_pool)
+    kept = filled()
+    assert len(released) == 1 and pool_module.spare_bytes(manager.memory_pool) == large
+    third = slots.reserve(manager)
+    assert third is not None
+    written[third.index] = large + each + 1
+    assert not third.fill_at_once(built)
+    third.fill(built)
+    assert released[1:] == [third.index] and pool_module.spare_bytes(manager.memory_pool) == large
+    kept.give_back()  # of no adapter now: all that it has is spare
+    assert pool_module.spare_bytes(manager.memory_pool) == large + each

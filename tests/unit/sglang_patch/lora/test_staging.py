@@ -195,6 +195,39 @@ def test_a_small_adapter_is_copied_in_its_batch(
     made = staging.Staging(manager)
     installed("first")
     assert made.may_run("first", set()) is None and not made._fills
+    # Unless it takes much more memory in a slot.
+    monkeypatch.setattr(slots, "AT_ONCE_BYTES", 0)
+    assert made.may_run("first", {None}) is False and list(made._fills) == ["first"]
+    made.close()
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 40])
+def test_the_memory_of_a_dropped_adapter_is_kept_for_the_next_one_up_to_a_bound(
+    manager: Any, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None
+) -> None:
+    """With a budget for the adapters, only what is too little to matter is kept."""
+    pool = manager.memory_pool
+    for name in ("kt_written", "kt_needed"):
+        monkeypatch.setattr(pool, name, {}, raising=False)
+    monkeypatch.setattr(pool, "kt_most_spare", slots.RELEASED_BYTES, raising=False)
+    made = staging.Staging(manager, budget_bytes)
+    monkeypatch.setattr(staging, "_staging", made)
+    released: list[int] = []
+
+    def release(slot: slots.ReservedSlot) -> None:
+        released.append(slot.index)
+        slot.give_back()
+
+    monkeypatch.setattr(made, "_release", release)
+    most = slots.MOST_SPARE_BYTES if budget_bytes is None else slots.RELEASED_BYTES
+    for num_bytes, is_kept in ((most, True), (most + 1, False)):
+        installed(f"of {num_bytes}")
+        manager.fetch_new_loras({f"of {num_bytes}"})
+        index = manager.memory_pool.get_buffer_id(f"of {num_bytes}")
+        pool.kt_written.clear()
+        pool.kt_written[index] = num_bytes
+        drop_adapter(manager, f"of {num_bytes}")
+        assert released == ([] if is_kept else [index])
     made.close()
 
 
