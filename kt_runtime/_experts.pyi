@@ -197,6 +197,7 @@ class Step:
         slots: Any,
         sequences: Any,
         table: Any,
+        states: Any,
         adapter_rows: Sequence[tuple[int, int, int, int, float]],
         expert_adapters: Sequence[tuple[int, int, float]],
         token_slots: Any,

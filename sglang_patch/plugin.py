@@ -49,6 +49,7 @@ TOUCHED_OTHERWISE = (
     "frontend.chat_logprobs",
     "arguments",
     "delta.states",
+    "delta.step",
     "models.sparse_options",
     "faults.answers",
     "grammar.log",
