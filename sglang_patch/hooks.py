@@ -2,15 +2,24 @@
 
 SGLang logs and ignores a hook that can't be applied, but a half-patched server would compute wrong answers. So
 `Hooks.apply` applies the hooks itself and raises an error if one of them could not be applied.
+
+A function that is hooked is also replaced in the modules that have imported it. For that the registry's
+`_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
+time, together some seconds of a server's start. Meanwhile `Bindings`, which reads them once, takes its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from kt_runtime.errors import ConflictError
+
+SYMBOLS = ("sglang.srt.plugins.hook_registry.HookRegistry", "sglang.srt.plugins.hook_registry._propagate_patch")
 
 Hook = Callable[..., Any]
 
@@ -61,9 +70,15 @@ class Hooks:
 
     def apply(self) -> None:
         """Applies all registered hooks. Raises ConflictError that names the targets that could not be patched."""
+        from sglang.srt.plugins import hook_registry
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        HookRegistry.apply_hooks()
+        propagate = hook_registry._propagate_patch
+        hook_registry._propagate_patch = Bindings(self.targets, propagate).propagate
+        try:
+            HookRegistry.apply_hooks()
+        finally:
+            hook_registry._propagate_patch = propagate
         check_applied(self.targets, HookRegistry._patched)
         for target, value, is_there in self._attributes:
             _set_attribute(target, value, is_there)
@@ -73,6 +88,62 @@ class Hooks:
 
         HookRegistry.register(target, hook, HookType[kind])
         self.targets.append(target)
+
+
+class Bindings:
+    """Which modules hold the functions and classes that `targets` name. Not thread-safe."""
+
+    def __init__(self, targets: Iterable[str], propagate: Callable[[object, object, object], int]) -> None:
+        """`propagate`: SGLang's function, for an object that no target named: a method of a class that was replaced."""
+        self._propagate = propagate
+        # By an object's id. The objects are kept, so that no other one gets their ids.
+        self._objects = {id(found): found for target in targets if (found := _hooked(target)) is not None}
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {each: [] for each in self._objects}
+        self._num_attributes: dict[str, int] = {}  # of each module, when it was read
+        self._num_modules = 0
+
+    def propagate(self, original: object, wrapped: object, source_module: object) -> int:
+        """As `_propagate_patch`: puts `wrapped` where modules hold `original`, except in `source_module`, a module or
+        class that has it already. Returns in how many places."""
+        if id(original) not in self._objects:
+            return self._propagate(original, wrapped, source_module)
+        self._read_modules()
+        self._objects[id(wrapped)] = wrapped  # which another target may name, in another module
+        places = self._places[id(wrapped)] = []
+        if isinstance(source_module, ModuleType):
+            places += [(source_module, name) for name, value in vars(source_module).items() if value is wrapped]
+        count = 0
+        for module, name in self._places[id(original)]:
+            if module is not source_module and vars(module).get(name) is original:
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(module, name, wrapped)
+                    places.append((module, name))
+                    count += 1
+        return count
+
+    def _read_modules(self) -> None:
+        """Once, and after imports: new modules, and those that got attributes, as modules loaded on demand do."""
+        if len(sys.modules) == self._num_modules:
+            return
+        for key, module in list(sys.modules.items()):
+            if not isinstance(module, ModuleType) or len(vars(module)) == self._num_attributes.get(key):
+                continue
+            self._num_attributes[key] = len(vars(module))
+            for name, value in list(vars(module).items()):
+                if id(value) in self._objects:
+                    self._places[id(value)].append((module, name))
+        self._num_modules = len(sys.modules)
+
+
+def _hooked(target: str) -> object:
+    """What the registry finds under `target`; None if it will report that there is nothing."""
+    parent, _, name = target.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(parent)
+        raw = vars(owner).get(name) if isinstance(owner, type) else None
+        return raw.__func__ if isinstance(raw, classmethod | staticmethod) else getattr(owner, name)
+    except (AttributeError, ImportError, ValueError):
+        return None
 
 
 def check_applied(targets: Iterable[str], applied: Iterable[str]) -> None:

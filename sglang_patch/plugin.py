@@ -38,6 +38,7 @@ PATCHES = (
     *("grammar.stop_patterns", "grammar.backend", "latencies", "turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = (
+    "hooks",
     "host",
     "gpu.experts",
     "lora.step",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from reference.cases import choose, covering
+from reference.cases import choose, covering, position_on_axes
 from reference.place import CPU, Place
 
 from kt_runtime.serve.launch import settings_before_imports
@@ -49,12 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fresh_process: starts Python, imports for seconds; not in `TEST_CASES=few`")
+    config.addinivalue_line("markers", "slow: takes about a second or more; not in `TEST_CASES=few`")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not choose(few=True, usual=False, every=False):
+    if not choose(few=True, usual=False, every=False) or config.getoption("gpu") == "collect":
         return
     kept = _few(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -65,19 +65,13 @@ def _few(items: list[pytest.Item]) -> set[pytest.Item]:
     """Of a test with several parameters: enough cases for each value of each parameter."""
     kept, by_test = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("fresh_process") is None:
+        if item.get_closest_marker("slow") is None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     for of_test in by_test.values():
-        cases = [_position_on_axes(item) for item in of_test]
+        cases = [position_on_axes(item) for item in of_test]
         several = any(len(case) > 1 for case in cases)
         kept |= {of_test[at] for at in covering(cases)} if several else set(of_test)
     return kept
-
-
-def _position_on_axes(item: pytest.Item) -> dict[str, int]:
-    """The number of its value for each parameter of the test and of its fixtures."""
-    case = getattr(item, "callspec", None)
-    return {} if case is None else dict(case.indices)
 
 
 def _collect_and_freeze() -> None:

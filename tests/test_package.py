@@ -47,12 +47,14 @@ def build(kind: str, checkout: Path, directory: Path) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_each_source_once(checkout: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", checkout, tmp_path)) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(sources())
 
 
+@pytest.mark.slow
 def test_a_source_archive_holds_each_source_once(checkout: Path, tmp_path: Path) -> None:
     with tarfile.open(build("sdist", checkout, tmp_path)) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 CHOICES = ("few", "usual", "all")
 CHOICE = os.environ.get("TEST_CASES", "usual")
@@ -25,6 +27,20 @@ EACH_RUN_ALIKE = CHOICE != "all"
 def examples(usual: int) -> int:
     """Of a property that names its number: `few` is a quarter of it, at least ten; `all` is ten times as many."""
     return choose(few=max(usual // 4, min(usual, 10)), usual=usual, every=10 * usual)
+
+
+def position_on_axes(item: pytest.Item) -> dict[str, Hashable]:
+    """Of a parametrized test: which value it has on each axis. An axis is one `parametrize`, also of several names
+    together, or one parametrized fixture. (pytest's own indices number the cases of a test, not the values.)"""
+    params: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    together = [names_of(marker.args[0]) for marker in item.iter_markers("parametrize")]
+    alone = [(name,) for name in params.keys() - {name for names in together for name in names}]
+    return {",".join(names): tuple(id(params[name]) for name in names) for names in (*together, *alone)}
+
+
+def names_of(argument: str | Sequence[str]) -> tuple[str, ...]:
+    """Of the first argument of `parametrize`: "a, b" or ("a", "b")."""
+    return tuple(name.strip() for name in (argument.split(",") if isinstance(argument, str) else argument))
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:

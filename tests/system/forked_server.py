@@ -23,9 +23,15 @@ from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
 from kt_runtime.serve.launch import settings_before_imports
 from kt_runtime.serve.memory.machine import has_gpu
+from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
 
 # SGLang's scheduler imports the modules of all models (1.3 s). SGLang's hooks patch what they have imported already.
-IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"]
+IMPORTED = [
+    *("torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
+    *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
+    *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
+    *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
+]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
 context = multiprocessing.get_context("forkserver")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.cases import covering
+from reference.cases import covering, position_on_axes
 
 
 def test_of_a_product_as_many_cases_are_kept_as_the_longest_axis_has_values() -> None:
@@ -24,3 +25,23 @@ def test_every_value_of_every_axis_is_kept_by_different_cases_in_their_order(cas
 def test_a_single_axis_keeps_one_case_of_each_value() -> None:
     assert covering([{"a": 1}, {"a": 2}, {"a": 1}]) == [0, 1]
     assert covering([]) == covering([{}]) == []
+
+
+@pytest.fixture(params=["x", "y", "z"])
+def letter(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_of_three_axes(number: int, left: int, right: int, letter: str) -> None:
+    """Its cases are counted in the next test."""
+
+
+def test_names_that_are_parametrized_together_are_one_axis(request: pytest.FixtureRequest) -> None:
+    module = request.node.parent
+    items = [item for item in module.collect() if item.name.startswith(test_of_three_axes.__name__)]
+    cases = [position_on_axes(item) for item in items]
+    assert len(cases) == 2 * 4 * 3 and {tuple(sorted(case)) for case in cases} == {("left,right", "letter", "number")}
+    assert len(covering(cases)) == 4
+    assert position_on_axes(request.node) == {}

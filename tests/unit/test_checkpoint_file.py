@@ -190,7 +190,7 @@ KINDS = {  # a header, and whether it is accepted
 }
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_reading_a_header_takes_bounded_memory() -> None:
     """In processes of its own, since memory that one header took is there for the next."""
     measured = {}

@@ -7,6 +7,8 @@ FAULTY_DISK names a JSON file that says what goes wrong just now with files unde
 - "kill_at_write": n; at the n-th write from now on half of it is written and the process group is killed.
 
 The files, what else happens to them, and the server are real; without a fault the calls do what they always do.
+
+FAULTY_DISK_PATIENCE_S: in place of the tier's own patience, two seconds, for which a thread may wait on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kt_runtime.cache.disk_tier import DiskTierSettings
+
 CONTROL = "FAULTY_DISK"
+PATIENCE = "FAULTY_DISK_PATIENCE_S"
 OPERATIONS = {
     "mkdir": "make",
     "preadv": "read",
@@ -92,3 +97,5 @@ def install() -> None:
     os.open = faulty(os.open, _operation_of_open)
     for name, operation in OPERATIONS.items():
         setattr(os, name, faulty(getattr(os, name), lambda *args, operation=operation, **kwargs: operation))
+    if patience_s := os.environ.get(PATIENCE):
+        DiskTierSettings.__init__.__kwdefaults__["patience_s"] = float(patience_s)  # type: ignore[index, misc]

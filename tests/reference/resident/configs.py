@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from reference.cases import choose
+
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -78,6 +80,8 @@ DEEPSEEK_V2 = DEEPSEEK | {
 }
 CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
 """The families between which most tests choose; they have every operation but those of `FURTHER`."""
+FAMILIES = choose(few=["qwen3_moe", "deepseek_v3"], usual=list(CONFIGS), every=list(CONFIGS))
+"""For tests that compute with each of them. DeepSeek-V2 and V3 have the same attention."""
 
 GROUPED_QUERY: dict[str, Any] = {
     "vocab_size": 300,

@@ -213,6 +213,7 @@ def write_until_killed(root: Path, model: Any, number: int) -> int:
     return os.waitpid(writer, 0)[1]
 
 
+@pytest.mark.slow
 def test_killing_the_writer_at_any_step_leaves_whole_versions_only(tmp_path: Path, qwen: Any) -> None:
     """Writer n is killed before its n-th fsync, rename or replace; the last one comes through."""
     publish(open_store(qwen, tmp_path / "warm"), qwen.adapter("o_proj"), 1.0, [])  # imports, once for all writers

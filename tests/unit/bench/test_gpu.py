@@ -238,6 +238,7 @@ def test_a_peer_computes_on_the_device_what_fits() -> None:
 # Limits, needs, shares
 
 
+@pytest.mark.slow
 def test_limits_are_measured_by_the_same_code_on_host_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's own rates are tested with its kernels (bench/experts/test_limits.py)."""
     monkeypatch.setattr(limits, "measure_limits", lambda *given: Limits("x", 1, 2e9, 3e9, 4e9))

@@ -97,6 +97,7 @@ for last in range(1, 61):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_write_of_a_real_process_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
     """Before it, in the middle of it, after it; from the first write to when slots have been used again."""
     subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], env=environment(), check=True, timeout=120)

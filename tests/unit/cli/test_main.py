@@ -36,7 +36,7 @@ def test_help_loads_nothing_that_takes_seconds() -> None:
     assert not loaded & {"torch", "transformers", "sglang", "datasets", "pyarrow", "numpy", "pandas"}
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "show", "Kimi-K2"]])
 def test_light_commands_import_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
     code = (
@@ -118,7 +118,7 @@ def test_our_faults_traceback_is_shown_with_debug(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kt_runtime.cli.main", "models", "show", "Kimi-K2", "--json"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

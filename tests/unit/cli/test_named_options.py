@@ -51,9 +51,14 @@ def known() -> set[str]:
     return ours | set(option_names()) | set(ALIASES) | OTHERS
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """String constants, docstrings and f-strings' parts; names that end in a hyphen are beginnings (`--kt-*`)."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
@@ -75,6 +80,7 @@ def all_texts() -> list[tuple[str, str]]:
     return [(f"{path.relative_to(ROOT)}:{line}", text) for path in SOURCES for line, text in texts(path)]
 
 
+@pytest.mark.slow
 def test_options_that_the_code_names_exist(known: set[str]) -> None:
     wrong = [f"{where}: {name}" for where, text in all_texts() for name in unknown_options(text, known)]
     assert not wrong, "\n".join(wrong)
@@ -100,6 +106,7 @@ def is_command(name: str, sub: str | None) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_commands_that_the_code_names_exist() -> None:
     named = [(where, match[1], match[2]) for where, text in all_texts() for match in COMMAND.finditer(text)]
     assert named
@@ -113,11 +120,12 @@ def test_the_defects_that_these_tests_are_for_are_found(known: set[str]) -> None
     assert unknown_options("--kt-* and --hicache-size", known) == []
 
 
+@pytest.mark.slow
 def test_no_error_tells_a_user_to_use_an_option_under_a_peers_name() -> None:
     """Peers' names are taken, but what we say is our own name."""
     peers = set(ALIASES)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Raise):
                 parts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
                 named = {name for part in parts if isinstance(part, str) for name in OPTION.findall(part)}

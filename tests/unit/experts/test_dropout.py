@@ -73,6 +73,7 @@ def test_forward_and_backward_are_those_of_the_reference(
         assert_close(kept, w, 4 * p.length, isa)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_threads_or_on_what_fits_into_memory_at_once() -> None:
     p = with_dropout(random_problem(2, 1024, 16, 12_000, 4, ranks=(2,)))
     whole = [build_layer(p.experts, None, threads).forward(p.x, p.ids, p.weights, **p.lora) for threads in (1, 3)]

@@ -111,6 +111,7 @@ def test_for_backward_alone_nothing_is_computed_forward_and_gradients_are_the_sa
         assert torch.equal(g, w)
 
 
+@pytest.mark.slow
 def test_memory_of_retained_activations_is_kept_for_the_next_call_until_it_is_given_back() -> None:
     p = random_problem(4, 64, 1024, 2048, 4)
     layer = build_layer(p.experts)

@@ -185,6 +185,7 @@ LARGE = [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4
 LARGE_BATCHES = pytest.mark.parametrize(("dtype", "expert_format"), choose(few=LARGE[:2], usual=LARGE, every=LARGE))
 
 
+@pytest.mark.slow
 @LARGE_BATCHES
 def test_batches_larger_than_the_scratch_give_the_same_bits(dtype: torch.dtype, expert_format: str | None) -> None:
     # Scratch holds 512 MiB of pairs of 13 KB: this call needs several rounds, its parts one each.
@@ -195,6 +196,7 @@ def test_batches_larger_than_the_scratch_give_the_same_bits(dtype: torch.dtype, 
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.slow
 @LARGE_BATCHES
 def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(
     dtype: torch.dtype, expert_format: str | None

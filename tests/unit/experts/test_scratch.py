@@ -33,6 +33,7 @@ def backward_alone(layer: ExpertLayer, p: Problem, tokens: int) -> Tensor:
     return layer.backward(p.grad_out[:tokens], *part(p, tokens)).x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [forward, forward_and_backward, backward_alone])
 @pytest.mark.parametrize("num_experts", [2, 64])  # cut between threads; an expert is one task
 def test_scratch_of_a_large_call_is_given_back_after_many_small_ones(
@@ -65,6 +66,7 @@ def test_scratch_is_kept_while_calls_need_it() -> None:
         assert spare_memory_bytes() >= kept
 
 
+@pytest.mark.slow
 def test_activations_of_many_layers_are_kept_for_the_next_step_and_no_more() -> None:
     p = random_problem(2, 64, 64, 128, 2)
     layer = build_layer(p.experts, num_threads=2)

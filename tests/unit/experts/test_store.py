@@ -224,7 +224,7 @@ for directory, expert_format, sizes in json.load(sys.stdin):
 """
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_loading_needs_little_more_memory_than_the_weights(tmp_path: Path) -> None:
     """In a process of its own, where nothing else allocates. The bar: at most 1.1 times the weights' bytes."""
     one = moe.random_experts(1, 768, 512)

@@ -25,7 +25,7 @@ print(kept - before, resident_set_bytes() - before)
 """
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     """In a process of its own: the setting is the whole process's."""
     done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)

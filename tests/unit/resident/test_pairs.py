@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.resident.configs import FAMILIES
 
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.losses import WeightedCrossEntropy
 from kt_runtime.resident.training.slices import training_call
 from kt_runtime.resident.twin.attention import visible_keys
 from kt_runtime.resident.twin.batches import Branch, TrainingBatch, split
-
-FAMILIES = ["deepseek_v2", "deepseek_v3", "qwen3_moe"]
 
 
 @pytest.fixture

@@ -240,6 +240,7 @@ def test_a_second_session_starts_from_what_the_first_saved(client: ResidentClien
     assert {session.session for session in client.status().sessions} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_two_sessions_at_once_get_what_each_gets_alone(start: Callable[..., Engine]) -> None:
     def alone(root: str, seed: int) -> list[float]:
         with start(root=root).client() as client:

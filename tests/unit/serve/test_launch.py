@@ -399,7 +399,7 @@ def test_options_that_mean_nothing_are_refused_before_anything_starts(
     assert not started and not list(private_directory.glob("*.log"))
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_a_misspelt_option_is_told_before_sglang_is_imported() -> None:
     """That takes seconds."""
     code = (

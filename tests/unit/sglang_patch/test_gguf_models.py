@@ -36,7 +36,7 @@ from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
 MODELS = (None, "one")  # the base, and an adapter
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 1e-4  # more than 3.8e-5 measured, with GLM-4.7-Flash
 EXPERTS = {"_exps.weight": "Q8_0"}
 ALL = {
     **EXPERTS,

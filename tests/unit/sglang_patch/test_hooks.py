@@ -1,8 +1,10 @@
-"""Attributes that SGLang's own registry can't hook."""
+"""Attributes that SGLang's own registry can't hook, and the modules that hold a hooked function."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -36,3 +38,46 @@ def test_the_same_value_may_be_set_twice(target: SimpleNamespace) -> None:
     for _ in range(2):
         hooks._set_attribute("there.copy", print, is_there=False)
     assert target.copy is print
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(attributes)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+def functions(count: int) -> list[Callable[[], int]]:
+    return [lambda number=number: number for number in range(count)]
+
+
+@pytest.mark.parametrize("by", ["the registry", "Bindings"])
+def test_a_hooked_function_is_replaced_in_every_module_that_holds_it(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways do the same: also for modules that are imported between two hooks, and for a second hook."""
+    from sglang.srt.plugins.hook_registry import _propagate_patch
+
+    first, second, first_hooked, again, second_hooked = functions(5)
+    source = imported(monkeypatch, "kt_test_source", first=first, second=second)
+    user = imported(monkeypatch, "kt_test_user", renamed=first, twice=first, second=second, other=7)
+    propagate = _propagate_patch
+    if by == "Bindings":
+        targets = ("kt_test_source.first", "kt_test_source.second", "kt_test_late.first", "kt_test_source.no", "no.one")
+        propagate = hooks.Bindings(targets, _propagate_patch).propagate
+    source.first = first_hooked  # type: ignore[attr-defined]
+    assert propagate(first, first_hooked, source) == 2
+    assert vars(user)["renamed"] is vars(user)["twice"] is first_hooked and vars(user)["second"] is second
+
+    late = imported(monkeypatch, "kt_test_late", second=second, first=first_hooked)
+    user.lazy = second  # type: ignore[attr-defined]
+    source.second = second_hooked  # type: ignore[attr-defined]
+    assert propagate(second, second_hooked, source) == 3
+    assert vars(late)["second"] is vars(user)["second"] is vars(user)["lazy"] is second_hooked
+
+    late.first = again  # type: ignore[attr-defined]
+    assert propagate(first_hooked, again, late) == 3
+    assert source.first is again and vars(user)["renamed"] is vars(user)["twice"] is again
+
+    unnamed, unnamed_hooked = functions(2)
+    user.unnamed = unnamed  # type: ignore[attr-defined]
+    assert propagate(unnamed, unnamed_hooked, SimpleNamespace) == 1
+    assert vars(user)["unnamed"] is unnamed_hooked and source.second is second_hooked

@@ -54,7 +54,7 @@ def test_every_patch_says_what_it_touches_and_why() -> None:
         assert "0.5.23" in patch.__doc__, module
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_discovering_the_platform_does_not_import_sglang() -> None:
     code = (
         "import sys; from kt_runtime.sglang_patch import platform, plugin; name = platform.activate(); "

@@ -23,6 +23,7 @@ from kt_runtime.experts import ExpertShape, ExpertStore, machine
 LIMITS = Limits("x", 1, dram_bytes_per_s=10.0, bf16_flops=100.0, int8_ops=400.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_every_instruction_set_has_limits_that_a_processor_can_have(isa: str) -> None:
     assert all(1e8 < machine.MemoryReader(64 << 20).rate(isa, threads) < 1e13 for threads in (1, 2))
@@ -42,6 +43,7 @@ def test_wrong_arguments_are_errors() -> None:
         reader.rate("portable", 0)
 
 
+@pytest.mark.slow
 def test_a_pass_reads_a_quarter_and_replaces_what_the_last_cache_held() -> None:
     assert machine.MemoryReader(64 << 20).bytes_at_once == 16 << 20
     reader = memory_reader()

@@ -124,7 +124,7 @@ QUANTIZED = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "scheme", "experts_only"), choose(few=QUANTIZED[:3], usual=QUANTIZED, every=QUANTIZED)
+    ("preset", "scheme", "experts_only"), choose(few=QUANTIZED[:1], usual=QUANTIZED, every=QUANTIZED)
 )
 def test_a_quantized_base_becomes_a_plain_one_with_the_adapter_in_it(
     tmp_path: Path, preset: str, scheme: str, experts_only: bool

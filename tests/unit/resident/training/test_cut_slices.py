@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference.cases import choose
+from reference.resident.configs import FAMILIES
 
 from kt_runtime.resident.pacing.budget import TurnBudget
 from kt_runtime.resident.scheduler import Slice, Slices, TrainingScheduler, Work
@@ -73,7 +74,7 @@ def whole(upcoming: Slice) -> int | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_gradients_and_masters_are_those_of_whole_slices(
     make_lab: Any, make_batch: Any, family: str, dtype: torch.dtype
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from reference.resident.configs import FAMILIES
 
 from kt_runtime.resident.routes.keys import BASE, TokenKeys
 from kt_runtime.resident.routes.store import RouteStore
@@ -28,7 +29,7 @@ TOP_K = 2
 Ids = npt.NDArray[np.int32]
 
 
-@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+@pytest.fixture(params=FAMILIES)
 def host(request: pytest.FixtureRequest, make_host: Callable[..., Any]) -> Any:
     """Of each family, on a CPU: only there are routes replayed."""
     return make_host(request.param, attends_in_float32=True)

@@ -78,6 +78,7 @@ def test_every_gradient_equals_plain_autograd(lab: Any, batch: Any, once_a_famil
     print(f"{lab.twin.family.name}: {len(values)} tensors, largest relative error {worst:.2e}")
 
 
+@pytest.mark.slow
 def test_ten_adamw_steps_give_the_same_losses(lab: Any, make_batch: Any, once_a_family: Any) -> None:
     session = lab.session(fill=False)
     batches = [make_batch(20, 11, 25, seed=step % 3) for step in range(10)]
@@ -157,6 +158,7 @@ def test_a_call_that_dies_half_way_leaves_no_gradient(deepseek_lab: Any, batch: 
     assert session.num_calls == 1
 
 
+@pytest.mark.slow
 def test_two_sessions_slice_by_slice_equal_each_alone_bit_for_bit(make_lab: Any, make_batch: Any) -> None:
     def alone(seed: int) -> list[float]:
         lab = make_lab()

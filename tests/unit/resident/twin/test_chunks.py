@@ -10,7 +10,7 @@ from kt_runtime.resident.twin.attention import Seen, attend, places_of, visible_
 from kt_runtime.resident.twin.batches import Branch
 
 LENGTH, CHUNK = 30, 8
-TOLERANCE = 5e-6
+TOLERANCE = 3.5e-6  # 3.6e-7 measured
 
 
 def drawn(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.cases import choose
 from reference.checkpoints.transformers_checkpoint import save
 from reference.families import PRESETS
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ from kt_runtime.serve.options.named import ServeOptions
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-@pytest.fixture(params=PRESETS)
+@pytest.fixture(params=choose(few=["deepseek_v3", "gpt_oss"], usual=list(PRESETS), every=list(PRESETS)))
 def preset(request: pytest.FixtureRequest) -> Preset:
     return PRESETS[request.param]
 

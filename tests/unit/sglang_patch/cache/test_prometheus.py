@@ -58,7 +58,7 @@ def test_a_disk_that_stopped_shows() -> None:
     assert samples(registry)["kt_runtime:cache_disk_writable"] == 1
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_another_process_sees_what_one_published(tmp_path: Path) -> None:
     """As SGLang runs it: the scheduler counts, the frontend answers, also after the scheduler's last word."""
     scheduler = (

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from reference import lora
+from reference.cases import choose
 from reference.resident.native_step import Both, installed, prompt
 from reference.resident.scheduler import Engine, engine
 
@@ -24,7 +25,10 @@ LENGTHS = (3, 40, 64, 150, 333)
 LONG, STATES = 4096, 64
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3-next", "tiny-qwen3-5-moe-text"])
+PRESETS = ["tiny-qwen3-next", "tiny-qwen3-5-moe-text"]
+
+
+@pytest.fixture(scope="module", params=choose(few=PRESETS[:1], usual=PRESETS, every=PRESETS))
 def served(
     request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -74,6 +78,7 @@ def test_chunks_and_other_streams_change_no_bit(served: Engine, alone: dict[str,
         assert answers(served, {f"r{length}": prompt(length, length % 100) for length in LENGTHS}) == alone
 
 
+@pytest.mark.slow
 def test_a_prompt_of_4096_tokens_has_the_same_bits_in_chunks_of_any_size(served: Engine) -> None:
     found = {}
     for chunk in (LONG, 1024, 100, 64):
@@ -87,6 +92,7 @@ def test_a_prompt_of_4096_tokens_has_the_same_bits_in_chunks_of_any_size(served:
     assert all(answer == found[LONG] for answer in found.values())
 
 
+@pytest.mark.slow
 def test_sixteen_streams_with_adapters_are_each_alone(served: Engine) -> None:
     adapters = {
         name: lora.random_adapter(served.config, rank=4, alpha=6.0, seed=seed) for seed, name in enumerate("abcd")

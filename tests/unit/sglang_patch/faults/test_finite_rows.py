@@ -100,6 +100,7 @@ def test_a_harmless_adapter_beside_it_is_answered(poisoned: Engine) -> None:
     assert (poisoned.tokens["good"], poisoned.logprobs["good"]) == with_bad
 
 
+@pytest.mark.slow
 def test_two_hundred_of_them_leave_nothing_behind(poisoned: Engine) -> None:
     before = poisoned.memory()
     for number in range(200 // len(PARTS)):

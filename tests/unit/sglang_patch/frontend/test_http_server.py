@@ -30,7 +30,7 @@ def report(model: Path, pipe: Any) -> None:
     pipe.send(handler.__name__)
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_a_process_that_dies_while_the_model_is_loaded_is_told_from_its_start_on(tmp_path: Path) -> None:
     make_model(load_preset("tiny-qwen3-moe"), tmp_path / "model", seed=0)
     here, there = multiprocessing.Pipe(duplex=False)

@@ -49,7 +49,7 @@ def report(pipe: Any) -> None:
     pipe.send((os.getppid(), list(HELD), handlers, len(signal.pthread_sigmask(0, ())), frozen))
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_a_fork_has_what_the_frontend_imported_and_none_of_its_signal_handlers() -> None:
     HELD.append("imported by the frontend")
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}

@@ -137,6 +137,7 @@ def test_a_process_that_ended_is_not_judged(engine: Engine) -> None:
     assert engine.after(10) == ""
 
 
+@pytest.mark.slow
 def test_the_kernel_says_who_is_stopped_and_who_computes() -> None:
     code = "import sys\nprint('begun', flush=True)\nx = 0\nwhile True: x += 1"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:

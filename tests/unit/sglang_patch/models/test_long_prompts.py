@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from reference import lora
-from reference.cases import choose
 from reference.resident.native_step import installed
 from reference.resident.scheduler import Engine, engine
 
@@ -41,7 +40,7 @@ def computed(served: Engine, rid: str, tokens: list[int], **options: Any) -> lis
     return logprobs(served, rid)
 
 
-@pytest.fixture(scope="module", params=choose(few=("tiny-gpt-oss", "tiny-deepseek-v32"), usual=MODELS, every=MODELS))
+@pytest.fixture(scope="module", params=MODELS)
 def served(
     request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -53,6 +52,7 @@ def served(
         assert native_step.state() == STEP_RUNNING and native_step.exceptions() == []
 
 
+@pytest.mark.slow
 def test_chunks_of_a_long_prompt_prefixes_and_branches_change_no_bit(served: Engine) -> None:
     first, branch = prompt(TOKENS, 1), prompt(TOKENS, 1)[:3000] + prompt(300, 2)
     found = {}
@@ -68,6 +68,7 @@ def test_chunks_of_a_long_prompt_prefixes_and_branches_change_no_bit(served: Eng
         assert served.logprobs[rid] == expected[-len(served.logprobs[rid]) :]
 
 
+@pytest.mark.slow
 def test_16_streams_with_4_adapters_have_the_bits_of_each_alone(served: Engine) -> None:
     drawn = {f"a{seed}": lora.random_adapter(served.config, rank=4, alpha=6, seed=seed) for seed in range(ADAPTERS)}
     with installed(served, **drawn):

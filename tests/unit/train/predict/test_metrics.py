@@ -70,7 +70,7 @@ def test_accuracy_is_the_share_of_multiple_choice_rows_alone(scorer: Scorer) -> 
     assert figures["exact_match"] == 0
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_the_libraries_print_nothing_and_leave_no_file(tmp_path: Path) -> None:
     """jieba by itself logs to stderr and keeps a cache among the temporary files, which it reads back with marshal."""
     code = "from kt_runtime.train.predict.metrics import Scorer; Scorer().score('他在海边钓鱼', '海边')"

@@ -152,7 +152,7 @@ def test_answer_has_the_format_of_the_routes_api() -> None:
     assert json.loads(answer(refused, "/kt/adapters"))["error"]["kind"] == "InvalidValueError"
 
 
-@pytest.mark.fresh_process
+@pytest.mark.slow
 def test_process_that_has_checked_bodies_ends_without_a_crash() -> None:
     """In which order Python collects the classes at its end is chance: one process in four crashed."""
     code = (

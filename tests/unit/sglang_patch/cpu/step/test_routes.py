@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from reference.cases import choose
 from reference.resident.native_step import LENGTHS, adapter, installed, prompt
 from reference.resident.scheduler import Engine
 
@@ -19,7 +20,8 @@ from kt_runtime.sglang_patch.cpu import routes
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.hooks import Hooks
 
-pytestmark = pytest.mark.parametrize("served", ["bfloat16, portable", "DeepSeek-V3, float32"], indirect=True)
+SERVED = ["bfloat16, portable", "DeepSeek-V3, float32"]
+pytestmark = pytest.mark.parametrize("served", choose(few=["float32"], usual=SERVED, every=SERVED), indirect=True)
 SIZE, NAN_TOKEN = 1 << 20, 700
 
 
