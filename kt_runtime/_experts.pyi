@@ -67,6 +67,7 @@ class Layer:
         retained: Retained | None,
         /,
     ) -> None: ...
+    def combine(self, rows: Any, row_of: Any, weights: Any, out: Any, /) -> None: ...
     def unpack(self, expert: int, gate: Any, up: Any, down: Any, /) -> None: ...
     def unpack_range(self, first: int, count: int, w13: Any, w2: Any, /) -> None: ...
 
@@ -196,6 +197,7 @@ class Step:
         slots: Any,
         sequences: Any,
         table: Any,
+        states: Any,
         adapter_rows: Sequence[tuple[int, int, int, int, float]],
         expert_adapters: Sequence[tuple[int, int, float]],
         token_slots: Any,
@@ -234,11 +236,12 @@ def load_layer(
     num_threads: int,
     expert_format: str,
     num_nodes: int,
+    share: tuple[int, int],
     /,
 ) -> Layer:
     """mlp: activation, limit, alpha (0 where it has none), whether there are biases, whether fused tensors are
     interleaved and transposed. expert_format "": as the checkpoint stores it. num_nodes 0: the memory nodes of this
-    machine.
+    machine. share: the first expert that is loaded, and their number.
     """
 
 def measure_peak(isa: str, operation: str, num_threads: int, passes: int = 60) -> float: ...

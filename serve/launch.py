@@ -60,6 +60,7 @@ from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
+from kt_runtime.serve.ranks import settings_of_ranks, with_ranks
 from kt_runtime.serve.registry.joining import Joining, joining
 from kt_runtime.sglang_patch.options import last_value
 from kt_runtime.wire import ResidentClient, runtime_directory
@@ -92,6 +93,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     options = _with_device(options, say)
     model = _resolve(options)
+    options = with_ranks(options, model.config)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
     check_only_on_cpu(options, model.config)
@@ -133,7 +135,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
         settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts)
         os.environ.update(settings.to_environment())
-        for name, value in settings_before_imports(has_gpu()).items():
+        for name, value in (settings_before_imports(has_gpu()) | settings_of_ranks(options.tp_size)).items():
             os.environ.setdefault(name, value)
         # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)

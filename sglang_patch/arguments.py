@@ -26,6 +26,9 @@ is written in the forward stream's order. Four things on the host do not:
   earlier batch is outstanding: a request would be put back to the queue with a token in flight.
 - `faults/finite_rows.py` reads each step's logits on the host before sampling, which waits for the device.
 
+Ranks: routed experts are split by expert (`--ep-size`), all else by heads and outputs. No grammars: their processes end
+in their own time on each rank, and ranks must see the same masks.
+
 Sliding windows (`ONE_POOL`): SGLang would give their layers a KV pool of their own, with a radix tree that frees what
 has left the window. The cache's tiers, its pages and their versions know one pool for all layers (SGLang refuses the
 tiers for two), so the layers share it, and a window is a mask.
@@ -124,6 +127,8 @@ class Options(Protocol):
     @property
     def lora_slots(self) -> int: ...
     @property
+    def tp_size(self) -> int: ...
+    @property
     def cache(self) -> Cache | None: ...
     @property
     def no_graphs(self) -> bool: ...
@@ -134,7 +139,9 @@ class Options(Protocol):
     @property
     def passed_on(self) -> Sequence[str]: ...
     @property
-    def asks_for_cache(self) -> bool: ...
+    def cache_page_tokens(self) -> int | None: ...
+    @property
+    def cache_disk_bytes(self) -> int: ...
 
 
 class Model(Protocol):
@@ -176,6 +183,8 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
         values |= {"device": kind, "base-gpu-id": index or 0}
         if not has_cuda_kernels:
             values["attention-backend"] = ACCELERATOR_ATTENTION
+    if options.tp_size > 1:
+        values |= {"tp-size": options.tp_size, "ep-size": options.tp_size, "grammar-backend": "none"}
     cache = options.cache
     if cache is not None:
         values |= {"max-total-tokens": cache.device_tokens, "page-size": cache.page_tokens}

@@ -31,8 +31,9 @@ from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.lora import slots as lora_slots
 from kt_runtime.sglang_patch.lora import staging as lora_staging
+from kt_runtime.sglang_patch.ranks import group, members
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
+from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -60,14 +61,18 @@ class SGLangHost:
     """Lives in the scheduler process. The scheduler's thread calls every method except `prepare_adapter`."""
 
     engine_version = PINNED
-    num_ranks = 1  # `serve/options/sglang.py` refuses parallelism
 
     def __init__(self, scheduler: Any, settings: ResidentSettings) -> None:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
+        self.num_ranks = group.num_ranks()
+        self.has_whole_tensors = self.num_ranks == 1
+        self._ranks = members.gather(self._runner.model)
+        self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)
         self._to_drop: set[str] = set()
-        self._staging = lora_staging.start(self._runner.lora_manager, settings.lora_memory_bytes)
+        budget_bytes = settings.lora_memory_bytes if self.num_ranks == 1 else None
+        self._staging = lora_staging.start(self._runner.lora_manager, budget_bytes)
         self.model = settings.model
         self.model_directory = settings.model_directory
         self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())
@@ -127,7 +132,12 @@ class SGLangHost:
     def latencies(self) -> Latencies:
         return latencies.measured
 
+    def ranks(self) -> list[RankStatus]:
+        return [member.status() for member in self._ranks]
+
     def reserve_slot(self) -> object | None:
+        if self.num_ranks > 1:  # threads would fill it at other times on each rank
+            return None
         return lora_slots.reserve(self._runner.lora_manager, {None, *self._staging.kept(self._in_use())})
 
     def release_slot(self, slot: Any) -> None:
@@ -148,7 +158,8 @@ class SGLangHost:
         self._drop_unused()
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
-        self._names.send(name, version, lora_id, done)
+        if self._asks_frontend:
+            self._names.send(name, version, lora_id, done)
 
     def settle_moves(self, seconds: float) -> None:
         self._names.wait(seconds)

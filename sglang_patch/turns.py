@@ -24,6 +24,7 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
 
 SYMBOLS = (
@@ -67,8 +68,9 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
     settings = ResidentSettings.from_environment()
     assert settings is not None
     sys.setswitchinterval(SWITCH_SECONDS)
+    group.agree_on_tokens()
     host = SGLangHost(scheduler, settings)
-    _resident = Resident.start(host, settings)
+    _resident = Resident.start(host, settings) if group.rank() == 0 else Resident(host, settings, None)
     if scheduler.idle_sleeper is not None:
         import zmq
 
@@ -86,7 +88,11 @@ def _with_decisions(
 ) -> list[Any]:
     if _resident is None:
         return original(receiver, local_reqs=local_reqs)
-    ours = [Decision(payload) for payload in _resident.decisions()]
+    ours = []
+    if group.rank() == 0:
+        ours = [Decision(payload) for payload in _resident.decisions()]
+    else:
+        _resident.follow()
     received = original(receiver, local_reqs=[*(local_reqs or []), *ours])
     _resident.apply([request.payload for request in received if isinstance(request, Decision)])
     return [request for request in received if not isinstance(request, Decision)]
@@ -97,7 +103,7 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     hot.turn()
     if _resident is not None:
         _resident.turn()
-        if _metrics.is_due:
+        if group.rank() == 0 and _metrics.is_due:
             _metrics.publish(_resident.training_turns())
     return received
 

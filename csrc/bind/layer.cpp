@@ -8,6 +8,7 @@
 
 #include "base/bf16.h"
 #include "ops/experts/unpack.h"
+#include "ops/pairs/token_rows.h"
 
 namespace py = pybind11;
 
@@ -156,7 +157,8 @@ std::shared_ptr<Retained> NativeLayer::forward(py::handle x, py::handle ids, py:
                                                bool retain) const {
   const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
   const std::vector<int64_t> shape = {call.x.shape[0], call.x.shape[1]};
-  const TensorView result = view_of(out, {.name = "out", .dtypes = {call.x.dtype}, .shape = shape, .written = true});
+  const TensorView result =
+      view_of(out, {.name = "out", .dtypes = {call.x.dtype, DType::kF32}, .shape = shape, .written = true});
   check_disjoint({{"out", result}}, views_of(call));
   const auto retained = retain ? std::make_shared<Retained>() : nullptr;
   run([&] { return kt::forward(engine(), call, result, retained.get()); });
@@ -192,6 +194,20 @@ void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py
   read.push_back({"grad_out", grad});
   check_disjoint(written, read);
   run([&] { return kt::backward(engine(), call, grad, gradients, retained.get()); });
+}
+
+void NativeLayer::combine(py::handle rows, py::handle row_of, py::handle weights, py::handle out) const {
+  const std::vector<DType> floats{DType::kF32, DType::kBf16};
+  PairRows call;
+  call.rows = view_of(rows, {.name = "rows", .dtypes = {DType::kF32}, .shape = {-1, -1}});
+  call.row_of = view_of(row_of, {.name = "row_of", .dtypes = {DType::kI64}, .shape = {-1, -1}});
+  const int64_t tokens = call.row_of.shape[0];
+  call.weights =
+      view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, call.row_of.shape[1]}});
+  const TensorView result =
+      view_of(out, {.name = "out", .dtypes = floats, .shape = {tokens, call.rows.shape[1]}, .written = true});
+  check_disjoint({{"out", result}}, {{"rows", call.rows}, {"row_of", call.row_of}, {"weights", call.weights}});
+  run([&] { return combine_rows(*tiles_, num_threads_, call, result); });
 }
 
 void NativeLayer::check_expert(int64_t expert) const {
@@ -262,6 +278,7 @@ void bind_layer(py::module_& module) {
   py::class_<NativeLayer>(module, "Layer")
       .def("forward", &NativeLayer::forward)
       .def("backward", &NativeLayer::backward)
+      .def("combine", &NativeLayer::combine)
       .def("unpack", &NativeLayer::unpack)
       .def("unpack_range", &NativeLayer::unpack_range)
       .def("piece_bytes", &NativeLayer::piece_bytes)

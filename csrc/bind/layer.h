@@ -38,6 +38,9 @@ class NativeLayer {
                 pybind11::handle weights_grad, const pybind11::sequence& slot_grads,
                 const std::shared_ptr<Retained>& retained) const;
 
+  // The sums of `forward` from rows that were computed elsewhere (ops/pairs/token_rows.h).
+  void combine(pybind11::handle rows, pybind11::handle row_of, pybind11::handle weights, pybind11::handle out) const;
+
   // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors. Experts without a gate do not write to
   // `gate`.
   void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;

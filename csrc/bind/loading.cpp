@@ -86,16 +86,18 @@ ExpertTable table_of(ExpertShape shape, const py::tuple& fields) {
   return table;
 }
 
-// `format` "": the checkpoint's format. `num_nodes` 0: the nodes of this machine.
+// `format` "": the checkpoint's format. `num_nodes` 0: the nodes of this machine. `share`: the first expert and the
+// number of those that are loaded.
 NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_t num_experts, int64_t hidden,
                  int64_t intermediate, const py::tuple& fields, const std::string& isa, int num_threads,
-                 const std::string& format, int num_nodes) {
+                 const std::string& format, int num_nodes, const std::pair<int64_t, int64_t>& share) {
   constexpr int64_t kMostSize = int64_t{1} << 24;
   constexpr int kMostThreads = 1 << 16;
   check_range("num_experts", num_experts, kMostSize);
   check_range("hidden", hidden, kMostSize);
   check_range("intermediate", intermediate, kMostSize);
   check_range("num_threads", num_threads, kMostThreads);
+  check_range("number of experts of a share", share.second, num_experts);
   if (num_nodes == 0) num_nodes = default_num_nodes();
   check_range("num_nodes", num_nodes, kMaxNodes);
   const Tiles* tiles = nullptr;
@@ -105,7 +107,9 @@ NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_
   Status status;
   {
     py::gil_scoped_release release;
-    status = load_layer(checkpoint, prefix, table, {num_threads, num_nodes, format}, &layer);
+    const bool is_whole = share.first == 0 && share.second == num_experts;
+    const int64_t part = is_whole ? 0 : share.second;
+    status = load_layer(checkpoint, prefix, table, {num_threads, num_nodes, format, share.first, part}, &layer);
   }
   check(status);
   return {std::move(layer), tiles, num_threads};

@@ -16,6 +16,7 @@
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"
+#include "ops/delta/delta_rows.h"
 #include "step/program.h"
 
 namespace py = pybind11;
@@ -80,10 +81,15 @@ class Tensors {
 
 [[noreturn]] void fail(const std::string& what) { throw BindError{"invalid_value", what}; }
 
+// The stack's dtype, or float32.
+std::vector<DType> or_float32(const Stack& stack) {
+  if (stack.dtype() == DType::kF32) return {DType::kF32};
+  return {stack.dtype(), DType::kF32};
+}
+
 // The router's matrix is multiplied in float32 where experts are chosen in groups; SGLang keeps GLM's so.
 std::vector<DType> gate_types(const Stack& stack) {
-  if (!stack.groups || stack.dtype() == DType::kF32) return {stack.dtype()};
-  return {stack.dtype(), DType::kF32};
+  return stack.groups ? or_float32(stack) : std::vector<DType>{stack.dtype()};
 }
 
 // A layer of the table.
@@ -99,10 +105,9 @@ class LayerReader {
     layer.input_norm = tensor_("input_norm", {stack_.hidden()});
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
-    const bool is_latent = attention.has("latent_norm");
-    if (!stack_.layers.empty() && is_latent != std::holds_alternative<Latent>(stack_.layers[0].attention))
-      fail(attention.prefix() + "latent_norm: the attention is of another kind than that of layers[0]");
-    if (is_latent) {
+    if (attention.has("by_key_head")) {  // no other kind has it
+      layer.attention = gated_delta(attention);
+    } else if (is_latent(attention)) {
       layer.attention = latent(attention);
     } else {
       layer.attention = grouped_query(attention);
@@ -114,8 +119,18 @@ class LayerReader {
   }
 
  private:
-  // A size of the first layer's keys; -1, which is any, for the first layer.
-  int64_t key_size(int dim) const { return stack_.layers.empty() ? -1 : stack_.keys().shape[dim]; }
+  bool is_latent(const Tensors& attention) const {
+    const bool found = attention.has("latent_norm");
+    const StackLayer* first = stack_.attending();
+    if (first && found != std::holds_alternative<Latent>(first->attention)) {
+      fail(attention.prefix() + "latent_norm: the attention is of another kind than that of layers[" +
+           std::to_string(first - stack_.layers.data()) + "]");
+    }
+    return found;
+  }
+
+  // A size of the keys of the first layer that has some; -1, which is any, for that layer itself.
+  int64_t key_size(int dim) const { return stack_.attending() ? stack_.keys().shape[dim] : -1; }
 
   GroupedQuery grouped_query(const Tensors& tensor) const {
     const int64_t rotated = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
@@ -131,9 +146,11 @@ class LayerReader {
     }
     attention.values = tensor("values", {attention.keys.shape[0], key_heads, size}, true);
     const int64_t queries = heads * size, keys = key_heads * size;
+    attention.is_gated = tensor.flag("is_gated", false);
     attention.query_norm = norm(tensor, "query_norm", size, queries);
     attention.key_norm = norm(tensor, "key_norm", size, keys);
-    attention.qkv = linear(tensor, "qkv", hidden, {queries, queries + keys, queries + 2 * keys});
+    const int64_t with_gates = queries * (attention.is_gated ? 2 : 1);
+    attention.qkv = linear(tensor, "qkv", hidden, {with_gates, with_gates + keys, with_gates + 2 * keys});
     attention.out = linear(tensor, "out", queries, {hidden});
     if (tensor.has("sinks")) attention.sinks = tensor.read("sinks", {heads}, DType::kF32);
     attention.window = tensor.value("window").cast<int64_t>();
@@ -143,7 +160,57 @@ class LayerReader {
     attention.norms_last = tensor.flag("norms_last", false);
     attention.is_chunked = tensor.flag("is_chunked", false);
     if (tensor.has("temperatures")) read_temperatures(tensor, &attention);
+    check_gates(tensor.prefix(), attention);
     return attention;
+  }
+
+  // Gates lie between the queries of a token's heads.
+  void check_gates(const std::string& prefix, const GroupedQuery& attention) const {
+    if (!attention.is_gated) return;
+    const TensorView& norm = attention.query_norm;
+    if (norm.present() && norm.shape[0] != attention.keys.shape[2]) {
+      fail(prefix + "query_norm has shape [" + std::to_string(norm.shape[0]) + "]; with gates expected [" +
+           std::to_string(attention.keys.shape[2]) + "], the elements of a head");
+    }
+    if (attention.temperatures.present()) fail(prefix + "temperatures: a layer with gates has none");
+  }
+
+  // `kept_inputs` and `states` say the number of slots, the channels, and the sizes of heads.
+  GatedDelta gated_delta(const Tensors& tensor) const {
+    const GatedDelta* first = stack_.delta();
+    GatedDelta delta;
+    TensorView& states = delta.kept.states;
+    const auto size = [&](int dim) { return first ? first->kept.states.shape[dim] : -1; };
+    states = tensor.read("states", {size(0), size(1), size(2), size(3)}, DType::kF32, true);
+    delta.shape = {.key_heads = tensor.value("key_heads").cast<int64_t>(),
+                   .value_heads = states.shape[1],
+                   .key_size = states.shape[2],
+                   .value_size = states.shape[3]};
+    if (delta.shape.key_heads < 1 || delta.shape.value_heads % delta.shape.key_heads != 0 ||
+        (first && first->shape.key_heads != delta.shape.key_heads)) {
+      fail(tensor.prefix() + "key_heads is " + std::to_string(delta.shape.key_heads) + "; states has " +
+           std::to_string(delta.shape.value_heads) +
+           " heads of values, which must be a multiple of it, the same one in all layers");
+    }
+    const int64_t channels = delta.shape.channels(), heads = delta.shape.value_heads, hidden = stack_.hidden();
+    delta.filter = tensor("filter", {channels, -1});
+    const int64_t taps = delta.filter.shape[1];
+    if (taps < 1 || taps > kMostTaps) {
+      fail(tensor.prefix() + "filter has " + std::to_string(taps) + " taps; allowed: 1 to " +
+           std::to_string(kMostTaps));
+    }
+    delta.kept.inputs = tensor("kept_inputs", {states.shape[0], channels, taps - 1}, true);
+    delta.log_rate = tensor.read("log_rate", {heads}, or_float32(stack_));
+    delta.bias = tensor.read("bias", {heads}, or_float32(stack_));
+    delta.norm = tensor("norm", {delta.shape.value_size});
+    delta.by_key_head = tensor.value("by_key_head").cast<bool>();
+    const int64_t all = channels + delta.results();
+    delta.inputs =
+        delta.by_key_head ? linear(tensor, "inputs", hidden, {all}) : linear(tensor, "inputs", hidden, {channels, all});
+    delta.gates = delta.by_key_head ? linear(tensor, "gates", hidden, {2 * heads})
+                                    : linear(tensor, "gates", hidden, {heads, 2 * heads});
+    delta.out = linear(tensor, "out", delta.results(), {hidden});
+    return delta;
   }
 
   // One for each position, at the least.
@@ -167,7 +234,7 @@ class LayerReader {
   Latent latent(const Tensors& tensor) const {
     const int64_t rope = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
     Latent attention;
-    attention.latent_norm = tensor("latent_norm", {stack_.layers.empty() ? -1 : key_size(2) - rope});
+    attention.latent_norm = tensor("latent_norm", {stack_.attending() ? key_size(2) - rope : -1});
     const int64_t size = attention.latent();
     attention.top_k = tensor.value("top_k").cast<int64_t>();
     read_latent_keys(tensor, size + rope, &attention);
@@ -186,10 +253,10 @@ class LayerReader {
 
   // The pool's rows: latents and rotary keys, then perhaps index keys, which `Indexer::keys` sees.
   void read_latent_keys(const Tensors& tensor, int64_t size, Latent* attention) const {
-    if (attention->top_k < 0 || (!stack_.layers.empty() && attention->top_k != stack_.top_keys()))
+    const bool is_first = stack_.attending() == nullptr;
+    if (attention->top_k < 0 || (!is_first && attention->top_k != stack_.top_keys()))
       fail(tensor.prefix() + "top_k is " + std::to_string(attention->top_k) +
            "; must be 0 or more, and the same in all layers");
-    const bool is_first = stack_.layers.empty();
     if (attention->top_k > 0 && is_first && !tensor.has("indexer"))
       fail(tensor.prefix() + "indexer is missing: the first layer with top_k has one");
     attention->keys = tensor("keys", {key_size(0), 1, attention->top_k > 0 ? -1 : size}, true);
@@ -228,6 +295,7 @@ class LayerReader {
     const int64_t intermediate = mlp.down.weight.shape[1];
     mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {intermediate, 2 * intermediate}, "mlp_gate_up");
     mlp.down = linear(tensor, "down", intermediate, {stack_.hidden()}, "mlp_down");
+    mlp.gate = tensor.optional("gate", {1, stack_.hidden()});
     return mlp;
   }
 
@@ -349,8 +417,9 @@ class NativeStep {
       : table_(table), program_(stack_of(table), tiles_of(isa), num_threads) {}
 
   std::vector<int64_t> run(py::handle ids, py::handle positions, py::handle slots, py::handle sequences,
-                           py::handle table, const py::iterable& adapter_rows, const py::iterable& expert_adapters,
-                           py::handle token_slots, py::handle out, py::handle routes) {
+                           py::handle table, py::handle states, const py::iterable& adapter_rows,
+                           const py::iterable& expert_adapters, py::handle token_slots, py::handle out,
+                           py::handle routes) {
     const auto integers = [](const py::handle& tensor, const char* name, int64_t count) {
       return view_of(tensor, {.name = name, .dtypes = {DType::kI64}, .shape = {count}});
     };
@@ -360,6 +429,7 @@ class NativeStep {
     batch.positions = integers(positions, "positions", tokens);
     batch.slots = integers(slots, "slots", tokens);
     read_sequences(sequences, table, &batch.sequences);
+    batch.states = states.is_none() ? TensorView{} : integers(states, "states", -1);
     read_adapters(adapter_rows, expert_adapters, token_slots, tokens, &batch.adapters);
     const TensorView result = view_of(
         out, {.name = "out", .dtypes = {program_.dtype()}, .shape = {tokens, program_.hidden()}, .written = true});
@@ -407,6 +477,7 @@ class NativeStep {
                 .groups = groups_of(table["groups"], normalises),
                 .epsilon = table["epsilon"].cast<float>(),
                 .scaling = table["scaling"].cast<float>(),
+                .offset_norms = table["offset_norms"].cast<bool>(),
                 .interleaved = table["interleaved"].cast<bool>(),
                 .weighs_input = table["weighs_input"].cast<bool>(),
                 .chunk = table["chunk"].cast<int64_t>(),
@@ -428,6 +499,7 @@ class NativeStep {
       if (stack.layers.back().routed.present()) stack.layers.back().routed.place = routed++;
     }
     if (stack.layers.empty()) fail("layers is empty");
+    if (!stack.attending()) fail("layers: none has keys; expected attention in one at least");
     return stack;
   }
 

@@ -57,6 +57,10 @@ constexpr int64_t kDenseRowUnit = 16;
 //   inverse[m]  = 1 / sqrt(mean over k of total[m, k]^2 + epsilon)  float32
 //   y[m, k]     = weight[k] * T(total[m, k] * inverse[m])
 //
+// With `offset` the weight is an offset from one, and there is no rounding between the products:
+//
+//   y[m, k]     = (1 + weight[k]) * (total[m, k] * inverse[m])
+//
 // The squares are float32 and summed in 16 lanes, lane l taking the columns l, l + 16, ... in this order; then halves
 // are added as in a product. The bits are the same on every instruction set.
 struct NormRows {
@@ -65,6 +69,7 @@ struct NormRows {
   const void* weight;
   float epsilon;
   float* inverse;  // null: not wanted
+  bool offset = false;
 };
 
 // Rotary embedding of one token's heads, in place: the two elements of each of a head's `half` pairs turn by the

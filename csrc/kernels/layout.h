@@ -126,4 +126,19 @@ static inline Block block_at(const PackedShape& shape, const uint8_t* packed, in
           .min_supers = mins ? reinterpret_cast<const uint16_t*>(supers + shape.super_bytes()) : nullptr};
 }
 
+// The block that follows in memory, `block_bytes` (PackedShape) further: without the divisions of block_at.
+static inline Block block_after(const Block& block, int64_t block_bytes) {
+  const auto after = [&](const auto* part) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(part);
+    return part ? reinterpret_cast<decltype(part)>(bytes + block_bytes) : nullptr;
+  };
+  return {.row_scales = after(block.row_scales),
+          .group_scales = block.group_scales ? static_cast<const uint8_t*>(block.group_scales) + block_bytes : nullptr,
+          .zeros = after(block.zeros),
+          .lines = after(block.lines),
+          .mins = after(block.mins),
+          .supers = after(block.supers),
+          .min_supers = after(block.min_supers)};
+}
+
 }  // namespace kt

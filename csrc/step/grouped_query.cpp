@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "ops/dense/activation.h"
 #include "step/attention.h"
 #include "threads/pool.h"
 
@@ -14,21 +15,31 @@ TensorView attended_by(StepWork& work, const GroupedQuery& layer) {
   return work.rows.matrix(RowsOf::kAttended, work.stack.dtype(), layer.out.weight.shape[1]);
 }
 
-// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot. A norm as wide as
-// all heads together sees them as one row. Of a head, the elements behind the rotary embedding's stay as they are.
+// From one head's query to that of the next: gates lie between them.
+int64_t query_distance(const GroupedQuery& layer) { return layer.keys.shape[2] * (layer.is_gated ? 2 : 1); }
+
+TensorView output_gates(StepWork& work, const GroupedQuery& layer) {
+  return work.rows.matrix(RowsOf::kOutputGates, work.stack.dtype(), layer.out.weight.shape[1]);
+}
+
+// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot, gates to rows of
+// their own. A norm as wide as all heads together sees them as one row. Of a head, the elements behind the rotary
+// embedding's stay as they are.
 void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qkv) {
   const int64_t heads = work.stack.heads, key_heads = layer.keys.shape[1], size = layer.keys.shape[2];
-  const int64_t rotated = work.stack.angles.shape[1];
+  const int64_t rotated = work.stack.angles.shape[1], distance = query_distance(layer);
+  const TensorView gates = layer.is_gated ? output_gates(work, layer) : TensorView{};
+  const auto head_bytes = static_cast<size_t>(size * dtype_bytes(qkv.dtype));
   const bool bf16 = qkv.dtype == DType::kBf16;
   const auto kv_bytes = static_cast<size_t>(key_heads * size * dtype_bytes(qkv.dtype));
   const Dense& kernels = work.engine.kernels();
   run_ranges(qkv.shape[0], kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
     for (int64_t t = first; t < first + count; ++t) {
-      void* keys = element_of(qkv, t, heads * size);
-      const auto normalise = [&](void* rows, int64_t num_heads, const TensorView& weight) {
+      void* keys = element_of(qkv, t, heads * distance);
+      const auto normalise = [&](void* rows, int64_t num_heads, int64_t stride, const TensorView& weight) {
         if (weight.present()) {
           const int64_t cols = weight.shape[0];
-          const RowMajor x{rows, cols, bf16};
+          const RowMajor x{rows, cols == size ? stride : cols, bf16};
           kernels.normalise({.first_row = 0,
                              .rows = num_heads * size / cols,
                              .cols = cols,
@@ -38,28 +49,31 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
                              .y = x,
                              .weight = weight.data,
                              .epsilon = work.stack.epsilon,
-                             .inverse = nullptr});
+                             .inverse = nullptr,
+                             .offset = work.stack.offset_norms});
         }
       };
-      const auto turn = [&](void* rows, int64_t num_heads, const TensorView& weight) {
-        if (!layer.norms_last) normalise(rows, num_heads, weight);
+      const auto turn = [&](void* rows, int64_t num_heads, int64_t stride, const TensorView& weight) {
+        if (!layer.norms_last) normalise(rows, num_heads, stride, weight);
         if (layer.rotates) {
           kernels.rotate({.heads = num_heads,
                           .half = rotated / 2,
-                          .x = {rows, size, bf16},
+                          .x = {rows, stride, bf16},
                           .angles = work.angles_of(t),
                           .interleaved = work.stack.interleaved});
         }
-        if (layer.norms_last) normalise(rows, num_heads, weight);
+        if (layer.norms_last) normalise(rows, num_heads, stride, weight);
       };
-      turn(element_of(qkv, t), heads, layer.query_norm);
-      turn(keys, key_heads, layer.key_norm);
+      turn(element_of(qkv, t), heads, distance, layer.query_norm);
+      turn(keys, key_heads, size, layer.key_norm);
+      for (int64_t head = 0; layer.is_gated && head < heads; ++head)
+        std::memcpy(element_of(gates, t, head * size), element_of(qkv, t, head * distance + size), head_bytes);
       if (layer.temperatures.present()) {
         const int64_t place = (integer_at(work.batch->positions, t) + 1) / layer.temperature_every;
         const TensorView queries = columns_of(qkv, 0, heads * size);
         work.scale_row(queries, t, layer.temperatures.as<const float>()[place], queries);
       }
-      void* values = element_of(qkv, t, (heads + key_heads) * size);
+      void* values = element_of(qkv, t, heads * distance + key_heads * size);
       work.refuse_unless_finite(keys, key_heads * size, t);
       work.refuse_unless_finite(values, key_heads * size, t);
       std::memcpy(work.slot_of(layer.keys, t), keys, kv_bytes);
@@ -73,7 +87,7 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
 AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer) {
   const int64_t heads = work.stack.heads, size = layer.keys.shape[2];
   AttentionCall call;
-  call.q = heads_of(queries_keys_values(work, layer), 0, heads, size, size);
+  call.q = heads_of(queries_keys_values(work, layer), 0, heads, size, query_distance(layer));
   call.keys = layer.keys;
   call.values = layer.values;
   call.out = heads_of(attended_by(work, layer), 0, heads, size, size);
@@ -88,7 +102,9 @@ void attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, cons
   work.multiply(layer.qkv, x, qkv);
   place_heads(work, layer, qkv);
   work.attend(attention_tensors(work, layer), layer.is_chunked);
-  work.multiply(layer.out, attended_by(work, layer), out);
+  const TensorView attended = attended_by(work, layer);
+  if (layer.is_gated) sigmoid_and_multiply(work.engine, output_gates(work, layer), attended, attended);
+  work.multiply(layer.out, attended, out);
 }
 
 }  // namespace kt

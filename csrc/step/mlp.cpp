@@ -34,6 +34,10 @@ void run_gated(StepWork& work, const GatedMlp& mlp, const TensorView& x, const T
   silu_and_multiply(work.engine, columns_of(gate_up, 0, intermediate), columns_of(gate_up, intermediate, intermediate),
                     gated);
   work.multiply(mlp.down, gated, out);
+  if (!mlp.gate.present()) return;
+  const TensorView gate = work.rows.matrix(RowsOf::kSharedGate, x.dtype, 1);
+  linear(work.engine, x, mlp.gate, {}, gate);
+  sigmoid_and_multiply(work.engine, gate, out, out);
 }
 
 // Takes the ids of a layer's experts.

@@ -1,8 +1,11 @@
 #include "step/program.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
+#include <variant>
+#include <vector>
 
 #include "ops/attention/chunked.h"
 #include "ops/router/indexer.h"
@@ -43,8 +46,29 @@ Status Program::check(const StepBatch& batch) const {
     return invalid_value("the sequences have " + std::to_string(queries) + " new tokens; there are " +
                          std::to_string(tokens) + " ids");
   }
-  return check_sequences(batch.sequences.data(), static_cast<int64_t>(batch.sequences.size()), tokens,
-                         stack_.keys().shape[0]);
+  KT_RETURN_IF_ERROR(check_sequences(batch.sequences.data(), static_cast<int64_t>(batch.sequences.size()), tokens,
+                                     stack_.keys().shape[0]));
+  return check_states(batch);
+}
+
+Status Program::check_states(const StepBatch& batch) const {
+  const GatedDelta* delta = stack_.delta();
+  if (!delta && batch.states.present())
+    return invalid_value("states is given; the step has no layers that keep states");
+  if (!delta || batch.sequences.empty()) return {};
+  if (!batch.states.present()) return invalid_value("states is missing: the step has layers that keep states");
+  if (batch.states.shape[0] != static_cast<int64_t>(batch.sequences.size())) {
+    return invalid_value("states has " + std::to_string(batch.states.shape[0]) + " slots; there are " +
+                         std::to_string(batch.sequences.size()) + " sequences");
+  }
+  KT_RETURN_IF_ERROR(check_all("states", batch.states, delta->kept.states.shape[0]));
+  static thread_local std::vector<int64_t> sorted;
+  sorted.clear();
+  for (int64_t i = 0; i < batch.states.shape[0]; ++i) sorted.push_back(integer_at(batch.states, i));
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice == sorted.end()) return {};
+  return invalid_value("states has slot " + std::to_string(*twice) + " twice: a sequence has a state of its own");
 }
 
 void Program::prepare(const StepBatch& batch) {
@@ -53,14 +77,28 @@ void Program::prepare(const StepBatch& batch) {
   if (work_.rows.begin(tokens)) work_.free_lists();
   work_.adapters.prepare(stack_, batch.adapters, &work_.rows);
   work_.is_refused.assign(static_cast<size_t>(tokens), 0);
-  const AttentionTensors tensors = std::visit(
-      [&](const auto& attention) { return attention_tensors(work_, attention); }, stack_.layers[0].attention);
+  prepare_states(batch);
+  const auto& attention = stack_.attending()->attention;
+  const auto* grouped = std::get_if<GroupedQuery>(&attention);
+  const AttentionTensors tensors =
+      grouped ? attention_tensors(work_, *grouped) : attention_tensors(work_, std::get<Latent>(attention));
   work_.attention.prepare(attention_engine_, tensors, batch.sequences.data(),
                           static_cast<int64_t>(batch.sequences.size()));
   prepare_choices(batch, tensors);
   work_.chunks.clear();
   if (stack_.chunk == 0 || !cut_at_chunks(batch.sequences, stack_.chunk, &work_.chunks)) return;
   work_.in_chunks.prepare(attention_engine_, tensors, work_.chunks.data(), static_cast<int64_t>(work_.chunks.size()));
+}
+
+void Program::prepare_states(const StepBatch& batch) {
+  work_.states.clear();
+  for (size_t i = 0; batch.states.present() && i < batch.sequences.size(); ++i) {
+    const KvSequence& sequence = batch.sequences[i];
+    work_.states.push_back({.first = sequence.first_query,
+                            .tokens = sequence.queries,
+                            .slot = integer_at(batch.states, static_cast<int64_t>(i)),
+                            .continues = sequence.prefix > 0});
+  }
 }
 
 void Program::prepare_choices(const StepBatch& batch, const AttentionTensors& tensors) {

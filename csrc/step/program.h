@@ -23,8 +23,8 @@ class Program {
   // out [T, H]: hidden states after the final norm. Appends to `refused` the tokens whose activations or routing
   // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. In a
   // batch with an adapter also those whose keys or values were: zeros are written to their slots. An id, position,
-  // slot, length or adapter out of range is an error; nothing has been written then. The routes of a refused token have
-  // -1 in such a layer.
+  // slot, state, length or adapter out of range is an error; nothing has been written then. The routes of a refused
+  // token have -1 in such a layer. A sequence without keys before its new tokens begins with a state of zeros.
   Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
 
   DType dtype() const { return stack_.dtype(); }
@@ -36,7 +36,9 @@ class Program {
 
  private:
   Status check(const StepBatch& batch) const;
+  Status check_states(const StepBatch& batch) const;
   void prepare(const StepBatch& batch);
+  void prepare_states(const StepBatch& batch);
   void prepare_choices(const StepBatch& batch, const AttentionTensors& tensors);
   void embed(const TensorView& to) const;
   Status run_layers(const TensorView& out);

@@ -55,6 +55,10 @@ enum class RowsOf {
   kIndexKeys,
   kIndexWeights,
   kChosen,
+  kOutputGates,
+  kSharedGate,
+  kDeltaGates,
+  kDeltaRows,
   kCount
 };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/views.h"
+#include "ops/delta/gated_delta.h"
 #include "ops/dense/low_rank.h"
 #include "ops/router/grouped_router.h"
 #include "weights/packed.h"
@@ -28,10 +29,12 @@ struct StackLinear {
 };
 
 // Grouped-query attention. The rotary embedding turns the first elements of each head, as many as `angles` has columns.
+// `is_gated`: behind each head's query, `qkv` has as many gates, whose sigmoids multiply the head's output.
 // Llama 4: some layers rotate nothing and multiply a token's queries by a temperature instead, the others see the keys
 // of their own chunk of the sequence only (`Stack::chunk`).
 struct GroupedQuery {
-  StackLinear qkv;                          // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
+  StackLinear qkv;                          // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA. Gated:
+                                            // [(2 N + 2 K) D, H]
   TensorView query_norm, key_norm;          // [D], of each head, or [N D] and [K D], of all together; may be absent
   TensorView keys, values;                  // [S, K, D]
   StackLinear out;                          // [H, N D]
@@ -41,6 +44,7 @@ struct GroupedQuery {
   int64_t temperature_every = 1;
   TensorView sinks = {};  // [N] float32: of each head a score without a value; may be absent
   int64_t window = 0;     // keys that a query sees at most; 0: all
+  bool is_gated = false;
 };
 
 // Chooses the keys that a query of latent attention sees (ops/router/indexer.h): N heads of D elements, of which the
@@ -83,8 +87,25 @@ struct Latent {
   int64_t value() const { return value_heads.shape[1]; }
 };
 
+// Gated DeltaNet (ops/delta/gated_delta.h), with an RMSNorm of each value head of its result, times SiLU of a gate. Its
+// states are those of sequences, not of tokens: it has no keys. Below: C channels, HV value heads of V elements.
+struct GatedDelta {
+  DeltaShape shape;
+  StackLinear inputs;         // [C + HV V, H]: queries, keys, values, gates of the result; LoRA: a part for the gates
+  StackLinear gates;          // [2 HV, H]: write strengths, decays; two parts for LoRA
+  bool by_key_head;           // the rows of both go key head by key head, each with its value heads; one part for LoRA
+  TensorView filter;          // [C, W]
+  TensorView log_rate, bias;  // [HV] float32 or the stack's dtype
+  TensorView norm;            // [V], not an offset
+  DeltaStates kept;           // of S slots; contiguous
+  StackLinear out;            // [H, HV V]
+
+  int64_t results() const { return shape.value_heads * shape.value_size; }
+};
+
 struct GatedMlp {
   StackLinear gate_up, down;  // [2 I, H], [H, I]; two parts and one for LoRA
+  TensorView gate = {};       // [1, H]: the sigmoid of its product multiplies the result; may be absent
 
   bool present() const { return down.weight.present(); }
 };
@@ -104,13 +125,13 @@ struct RoutedExperts {
 // Its MLP is the sum of a gated MLP (a dense one, or the shared experts) and of routed experts; one may be absent.
 struct StackLayer {
   TensorView input_norm, post_norm;  // [H]
-  std::variant<GroupedQuery, Latent> attention;
+  std::variant<GroupedQuery, Latent, GatedDelta> attention;
   GatedMlp mlp;
   RoutedExperts routed;
 };
 
-// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers have one kind of attention, of the
-// same sizes.
+// All tensors have one dtype, float32 or bf16; a packed matrix has none. All layers that have keys, of which there is
+// at least one, have one kind of attention, of the same sizes; so have those with Gated DeltaNet.
 struct Stack {
   int64_t heads;
   int64_t top_k;
@@ -118,6 +139,7 @@ struct Stack {
   std::optional<GroupedRouting> groups;  // of the router, whose logits are float32; absent: softmax of all experts
   float epsilon;                         // of every norm
   float scaling;                         // of the queries
+  bool offset_norms;                     // the weights of norms are offsets from one
   bool interleaved;                      // the rotary embedding turns adjacent elements
   bool weighs_input;                     // a token's routing weights, one expert's, multiply the experts' input
   int64_t chunk;                         // of chunked layers: keys that one query sees at most; 0: there are none
@@ -134,12 +156,29 @@ struct Stack {
   }
   // Keys that a query of the layers with an indexer sees, the same in all; 0: the queries see all.
   int64_t top_keys() const {
-    const auto* latent = std::get_if<Latent>(&layers[0].attention);
+    const StackLayer* layer = attending();
+    const auto* latent = layer ? std::get_if<Latent>(&layer->attention) : nullptr;
     return latent ? latent->top_k : 0;
   }
-  // Of the first layer: all layers' keys have its shape.
+  // The first layer that has keys; null: none has.
+  const StackLayer* attending() const {
+    const auto found = std::find_if(layers.begin(), layers.end(), [](const StackLayer& layer) {
+      return !std::holds_alternative<GatedDelta>(layer.attention);
+    });
+    return found == layers.end() ? nullptr : &*found;
+  }
+  // Of the first layer that has keys: all layers' keys have its shape.
   const TensorView& keys() const {
-    return *std::visit([](const auto& attention) { return &attention.keys; }, layers[0].attention);
+    const auto& attention = attending()->attention;
+    const auto* grouped = std::get_if<GroupedQuery>(&attention);
+    return grouped ? grouped->keys : std::get<Latent>(attention).keys;
+  }
+  // The first Gated DeltaNet layer; null: there is none.
+  const GatedDelta* delta() const {
+    for (const StackLayer& layer : layers) {
+      if (const auto* found = std::get_if<GatedDelta>(&layer.attention)) return found;
+    }
+    return nullptr;
   }
 };
 

@@ -23,6 +23,7 @@ void StepWork::free_lists() {
   among_chosen = AttentionWork();
   choices = std::vector<KvSequence>();
   chosen = nullptr;
+  states = std::vector<DeltaSequence>();
   routed = RoutedCall();
   is_refused = std::vector<uint8_t>();
 }
@@ -44,6 +45,7 @@ void StepWork::normalise(const TensorView& x, const TensorView& weight, const Te
   views.weight = weight;
   views.out = out;
   views.epsilon = stack.epsilon;
+  views.offset = stack.offset_norms;
   rms_norm(engine, views);
 }
 

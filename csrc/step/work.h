@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ops/attention/attention.h"
+#include "ops/delta/gated_delta.h"
 #include "ops/dense/dense.h"
 #include "ops/pairs/call.h"
 #include "step/adapters.h"
@@ -18,6 +19,7 @@ struct StepBatch {
   TensorView ids, positions;          // [T] int64
   TensorView slots;                   // [T] int64: slots of the KV pool that take the new tokens' keys and values
   std::vector<KvSequence> sequences;  // keys of the new tokens included
+  TensorView states;                  // [B] int64: of each sequence the slot of its state; absent without such layers
   StepAdapters adapters;
   TensorView routes;  // [M, T, top_k] int32, of the M layers with routed experts: takes the ids; may be absent
 };
@@ -40,8 +42,9 @@ struct StepWork {
   AttentionWork among_chosen{};      // and all layers with an indexer these
   std::vector<KvSequence> choices{};  // the batch's sequences, cut where queries choose keys; empty: none has to choose
   int32_t* chosen = nullptr;          // [T, top_k]: of such queries the rows of the keys that the latest indexer chose
-  RoutedCall routed{};                // of a layer; its slots keep their memory
-  std::vector<uint8_t> is_refused{};  // by token of the batch
+  std::vector<DeltaSequence> states{};  // the batch's sequences, for Gated DeltaNet layers
+  RoutedCall routed{};                  // of a layer; its slots keep their memory
+  std::vector<uint8_t> is_refused{};    // by token of the batch
 
   // Frees what is kept, and of it all but the rows.
   void free();

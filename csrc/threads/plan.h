@@ -21,6 +21,9 @@ struct Span {
 struct Range {
   int node;
   int64_t item, first, count;
+  // The beginning of the range that the same thread probably takes next, where threads take tasks in turn: only to
+  // prefetch. -1: there is none.
+  int64_t next_item = -1, next_first = 0;
 };
 
 // `stage_of` makes one.
@@ -34,9 +37,15 @@ struct Stage {
 
   int64_t ranges(int node) const { return (spans[node].size + at_once - 1) / at_once; }
   int64_t num_tasks(int node) const { return items * ranges(node); }
-  Range range(int node, int64_t task) const {
+  // `turn`: after how many tasks of its node a thread takes one again; 0: not known.
+  Range range(int node, int64_t task, int64_t turn = 0) const {
     const int64_t begin = task % ranges(node) * at_once;
-    return {node, task / ranges(node), spans[node].first + begin, std::min(at_once, spans[node].size - begin)};
+    Range found{node, task / ranges(node), spans[node].first + begin, std::min(at_once, spans[node].size - begin)};
+    if (const int64_t next = task + turn; turn > 0 && next < num_tasks(node)) {
+      found.next_item = next / ranges(node);
+      found.next_first = spans[node].first + next % ranges(node) * at_once;
+    }
+    return found;
   }
 };
 
@@ -82,11 +91,12 @@ void run(const Plan& plan, Body&& body) {
   struct Task {
     const Stage* stage;
     Body* body;
+    int64_t turn;
   } tasks[kMaxPhases];
   Phase phases[kMaxPhases];
   int count = 0;
   for (const Stage& stage : plan.stages) {
-    tasks[count] = {&stage, &body};
+    tasks[count] = {&stage, &body, std::max(1, plan.num_threads / stage.num_nodes)};
     Phase& phase = phases[count];
     phase.num_queues = stage.num_nodes;
     for (int node = 0; node < stage.num_nodes; ++node) phase.num_tasks[node] = stage.num_tasks(node);
@@ -94,7 +104,7 @@ void run(const Plan& plan, Body&& body) {
     phase.bound = stage.bound;
     phase.task = [](void* self, int node, int64_t task) {
       const Task& t = *static_cast<Task*>(self);
-      (*t.body)(t.stage->step, t.stage->range(node, task));
+      (*t.body)(t.stage->step, t.stage->range(node, task, t.turn));
     };
   }
   ThreadPool::instance().run_phases(phases, count, plan.num_threads);

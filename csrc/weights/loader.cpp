@@ -77,6 +77,18 @@ class FirstError {
   Status error_;
 };
 
+// The shape of the layer, which may have a part of the table's experts.
+Status shape_of_layer(const ExpertShape& table, const LoadOptions& options, ExpertShape* shape) {
+  *shape = table;
+  if (options.num_experts == 0) return {};
+  const int64_t end = options.first_expert + options.num_experts;
+  if (options.first_expert < 0 || options.num_experts < 0 || end > table.num_experts)
+    return invalid_value("experts " + std::to_string(options.first_expert) + " to " + std::to_string(end - 1) +
+                         " are no part of " + std::to_string(table.num_experts));
+  shape->num_experts = options.num_experts;
+  return {};
+}
+
 // load(expert, part, node, layer) for every piece of the layer.
 template <class Load>
 Status load_pieces(const LoadOptions& options, std::shared_ptr<ExpertLayer> loaded, Load load,
@@ -99,6 +111,8 @@ Status load_gguf_layer(const Checkpoint& checkpoint, const std::string& prefix, 
                        const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
   GgufLayer source;
   KT_RETURN_IF_ERROR(GgufLayer::open(checkpoint, prefix, table, &source));
+  if (options.num_experts != 0)
+    return invalid_value("the experts under '" + prefix + "' are in a GGUF file, of which all are loaded");
   if (!options.format.empty())
     return invalid_value("expert format '" + options.format +
                          "' quantizes bf16 and fp8 checkpoints, but the experts "
@@ -133,16 +147,19 @@ Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, const
   Format format;
   KT_RETURN_IF_ERROR(find_scheme(checkpoint, prefix, table, &scheme));
   KT_RETURN_IF_ERROR(choose_format(scheme, prefix, options.format, &format));
-  std::vector<MatrixSource> sources(static_cast<size_t>(table.shape.num_experts * kNumProjections));
+  ExpertShape shape;
+  KT_RETURN_IF_ERROR(shape_of_layer(table.shape, options, &shape));
+  std::vector<MatrixSource> sources(static_cast<size_t>(shape.num_experts * kNumProjections));
   const auto source_of = [&](int64_t expert, Projection part) -> MatrixSource& {
     return sources[static_cast<size_t>(expert * kNumProjections + part)];
   };
-  for (int64_t expert = 0; expert < table.shape.num_experts; ++expert) {
+  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
+    const int64_t stored = options.first_expert + expert;
     for (const Projection part : table.mlp.projections())
-      KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, table, expert, part, &source_of(expert, part)));
+      KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, table, stored, part, &source_of(expert, part)));
   }
   return load_pieces(
-      options, std::make_shared<ExpertLayer>(table.shape, format, options.num_nodes, table.mlp),
+      options, std::make_shared<ExpertLayer>(shape, format, options.num_nodes, table.mlp),
       [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
         return load_piece(scheme, source_of(expert, part), expert, part, node, into);
       },

@@ -16,6 +16,8 @@ struct LoadOptions {
   int num_threads = 1;
   int num_nodes = 1;   // memory nodes that the matrices are cut for
   std::string format;  // "int8" or "int4": quantize a bf16 or fp8 checkpoint while loading; empty: as it is stored
+  // The layer's experts are [first_expert, first_expert + num_experts) of the table's; num_experts 0: all of them.
+  int64_t first_expert = 0, num_experts = 0;
 };
 
 // One stage, whose items are the matrices (expert by expert: gate, up, down) and whose units are the nodes' pieces of a

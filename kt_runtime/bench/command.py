@@ -364,7 +364,7 @@ def cache(say: Say, as_json: bool, **options: Any) -> None:
 @click.option(
     "--gguf",
     metavar="MIX",
-    help="Serve one GGUF file, which llama.cpp reads too: Q4_K_M or Q8_0. Without Hugging Face.",
+    help="Serve one GGUF file, which llama.cpp reads too: Q4_K_M, Q8_0 or MXFP4_MOE. Without Hugging Face.",
 )
 @click.option("--runs", type=int, help="Counted runs of a case. [default: 3]")
 @click.option("--quick", is_flag=True, help="Less: a prompt of 512, 1 and 4 streams, one run.")

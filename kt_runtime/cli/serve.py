@@ -96,6 +96,12 @@ class ServeCommand(click.Command):
     " [default: physical cores, at most the CPU quota]",
 )
 @click.option(
+    "--tp-size",
+    default=1,
+    show_default=True,
+    help="Ranks: processes that compute the model together, without a GPU; each has a share of heads and experts.",
+)
+@click.option(
     "--expert-format",
     metavar="int8|int4",
     help="Quantize a bf16 or fp8 checkpoint's experts while loading. [default: the checkpoint's own format]",

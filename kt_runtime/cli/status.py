@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
 from kt_runtime.cli.console import console_of_width
+from kt_runtime.serve.memory.plan import format_bytes
 
 SHOWN = 16
 """Characters of a hash."""
@@ -34,8 +35,19 @@ def command(url: str | None, api_key: str | None, as_json: bool) -> None:
         f"{status['requests_in_flight']} requests, {len(status['sessions'])} training sessions, "
         f"{len(status['adapters'])} adapters; weights {status['fingerprint'][:SHOWN] or 'not hashed yet'}"
     )
+    if ranks := status.get("ranks"):
+        _show_ranks(ranks)
     if status.get("registry") is not None:
         _show_registry(status["registry"])
+
+
+def _show_ranks(ranks: list[dict[str, Any]]) -> None:
+    table = Table("rank", "process", "experts of a layer", "weights", "memory", "most memory")
+    for each in ranks:
+        experts = f"{each['first_expert']} to {each['first_expert'] + each['num_experts'] - 1}"
+        sizes = (each["dense_bytes"] + each["expert_bytes"], each["rss_bytes"], each["peak_bytes"])
+        table.add_row(str(each["rank"]), str(each["pid"]), experts, *map(format_bytes, sizes))
+    console_of_width(NARROW).print(table)
 
 
 def _show_registry(registry: dict[str, Any]) -> None:

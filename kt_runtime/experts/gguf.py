@@ -2,7 +2,7 @@
 
 The native loader gets open files and the offsets of the experts' tensors; it packs their blocks as they are
 (csrc/weights/gguf_layer.h). Matrices of linear layers may stay quantized too (`GgufTensors.packed`). Every other tensor
-is dequantized with the `gguf` package, some rows at a time.
+is dequantized with the `gguf` package, some rows at a time, and put into Hugging Face's order (`families.gguf.layout`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kt_runtime.checkpoint_file import Entry
 from kt_runtime.errors import CheckpointError
 from kt_runtime.experts.native import translated_errors
 from kt_runtime.experts.packed.weight import PackedWeight
+from kt_runtime.families.gguf import Held, Values
+from kt_runtime.families.gguf.layout import Order
 from kt_runtime.files import read_at
 from kt_runtime.gguf_file import BLOCKS, GgufFile, open_gguf
 
@@ -91,20 +93,25 @@ class GgufTensors:
             row += len(values)
         return out.reshape(entry.shape)
 
-    def packed(self, parts: Sequence[tuple[str, int]], dtype: torch.dtype) -> PackedWeight:
+    def read_held(self, held: Held, dtype: torch.dtype) -> torch.Tensor:
+        """The Hugging Face tensor. What is computed of the file's numbers is computed in float32. Raises as `read`."""
+        exact = dtype if held.values in (Values.SAME, Values.SPLIT_BY_HEAD) else torch.float32
+        return from_parts(held, [self.read(part.name, exact) for part in held.parts]).to(dtype)
+
+    def packed(self, parts: Sequence[Held], dtype: torch.dtype) -> PackedWeight:
         """The matrices of these tensors below each other, with the blocks' own codes and scales.
 
-        `parts`: (name, heads); the halves of so many heads are interleaved in the file, 0: the rows are as they are.
-        `dtype`: of the activations. Raises CheckpointError for a tensor that is missing, can't be read, or has a scale
-        that is NaN, infinite or above 1e30.
+        `parts`: each `is_matrix_as_it_is`. `dtype`: of the activations. Raises CheckpointError for a tensor that is
+        missing, can't be read, or has a scale that is NaN, infinite or above 1e30.
         """
-        found = [self._found(name) for name, _ in parts]
+        names = [part.parts[0].name for part in parts]
+        found = [self._found(name) for name in names]
         with translated_errors():
             matrix = _experts.PackedMatrix(
                 [(entry.dtype, entry.shape[0]) for _, _, entry in found], found[0][2].shape[1]
             )
-            for part, ((name, heads), (descriptor, file, entry)) in enumerate(zip(parts, found, strict=True)):
-                for first, blocks in _strips(descriptor, file.path, name, entry, heads):
+            for part, (name, held, (descriptor, file, entry)) in enumerate(zip(names, parts, found, strict=True)):
+                for first, blocks in _strips(descriptor, file.path, name, entry, held.rows):
                     if matrix.fill(part, entry.dtype, first, blocks) >= 0:
                         raise CheckpointError(
                             f"{file.path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30"
@@ -117,21 +124,55 @@ class GgufTensors:
         return self._tensors[name]
 
 
-def _strips(descriptor: int, path: Path, name: str, entry: Entry, heads: int) -> Iterator[tuple[int, Any]]:
-    """(first row, blocks uint8 [rows, bytes of a row]) of a matrix, whole blocks of 16 rows at a time."""
+def from_parts(held: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The Hugging Face tensor from the file's tensors."""
+    if held.values is Values.SPLIT_BY_HEAD:
+        keys, values = parts
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+    whole = torch.cat([part.reshape(one.shape) for part, one in zip(parts, held.parts, strict=True)])
+    if held.rows is not None:
+        whole = whole[torch.tensor(held.rows).argsort()]
+    if held.columns is not None:
+        whole = whole[:, torch.tensor(held.columns).argsort()]
+    if held.values is Values.PLUS_ONE:
+        whole = whole - 1
+    elif held.values is Values.DECAY:
+        whole = (-whole).log()
+    return whole.reshape(held.shape).contiguous()
+
+
+def to_parts(held: Held, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The file's tensors, in float32 where something is computed, from the Hugging Face tensor."""
+    if held.values is Values.SPLIT_BY_HEAD:
+        (_, _, nope), (heads, value, latent) = (part.shape for part in held.parts)
+        by_head = tensor.reshape(heads, nope + value, latent)
+        return [by_head[:, :nope].transpose(1, 2), by_head[:, nope:]]
+    if held.values is Values.PLUS_ONE:
+        tensor = tensor.float() + 1
+    elif held.values is Values.DECAY:
+        tensor = -tensor.float().exp()
+    if held.rows is not None:
+        tensor = tensor[torch.tensor(held.rows)]
+    if held.columns is not None:
+        tensor = tensor[:, torch.tensor(held.columns)]
+    if len(held.parts) == 1:
+        return [tensor.reshape(held.parts[0].shape)]
+    return list(tensor.split([part.shape[0] for part in held.parts]))
+
+
+def _strips(descriptor: int, path: Path, name: str, entry: Entry, order: Order | None) -> Iterator[tuple[int, Any]]:
+    """(first row, blocks uint8 [rows, bytes of a row]) of a matrix, whole blocks of 16 rows at a time, in Hugging
+    Face's order. `order`: Hugging Face's row at each place of the file; None: the same order."""
     import numpy as np
 
     rows = entry.shape[0]
     row_bytes = (entry.stop - entry.start) // rows
-    at_once = rows if heads else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
+    at_once = rows if order else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
         data = _read_part(descriptor, path, name, entry, first * row_bytes, count * row_bytes)
         blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
-        if heads:  # in each head the rows 0, 2, 4, ... and then 1, 3, 5, ...
-            halves = blocks.reshape(heads, -1, 2, row_bytes).transpose(0, 2, 1, 3)
-            blocks = np.ascontiguousarray(halves).reshape(rows, row_bytes)
-        yield first, blocks
+        yield first, np.ascontiguousarray(blocks[np.argsort(order)]) if order else blocks
 
 
 def _read_part(descriptor: int, path: Path, name: str, entry: Entry, start: int, size: int) -> bytes:

@@ -71,9 +71,25 @@ class ExpertLayer:
         """x [T, H] float32 or bfloat16; ids [T, K] int32 or int64, -1: not routed; weights [T, K] float32.
 
         token_slots [T] int32: index into `slots`, -1 for the base alone. Sums are float32; the result is rounded once
-        to the dtype of x and written to `out` if given. Not differentiable; `routed_experts` is.
+        to the dtype of x, or of `out` if it is given: that of x, or float32 in CPU memory. Not differentiable;
+        `routed_experts` is.
         """
         return self._forward(ExpertCall(x, ids, weights, slots, token_slots), out, retain=False)[0]
+
+    def combine(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """`forward`'s sums, with its bits, of rows that were computed elsewhere: out[t] = sum over k of
+        weights[t, k] * rows[row_of[t, k]].
+
+        rows [P, C] float32: outputs of pairs without their weights; row_of [T, K] int64: -1: not routed, no row twice;
+        weights [T, K] float32; out [T, C] float32 or bfloat16. All in CPU memory.
+        """
+        try:
+            self.native().combine(
+                capsule(rows, "rows"), capsule(row_of, "row_of"), capsule(weights, "weights"), capsule(out, "out")
+            )
+        except _experts.NativeError as error:
+            raise translate(error) from None
+        return out
 
     def forward_retaining(
         self,

@@ -28,8 +28,9 @@ class GroupedQuery:
     """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; `keys` and `values` [S, K, D].
 
     Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `sinks` [N] float32: of each head a score
-    without a value. `window`: keys that a query sees at most, its own included; 0: all.
-    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `rotates`: queries and keys are rotated;
+    without a value. `window`: keys that a query sees at most, its own included; 0: all. `is_gated`: `qkv`
+    [(2 N + 2 K) D, H] has, behind each head's query, as many gates, whose sigmoids multiply the head's output.
+    `rotates`: queries and keys are rotated;
     `norms_last`: normed after that. `is_chunked`: a query sees the keys of its own chunk. `temperatures` float32
     [P / `temperature_every` + 1] multiply the queries, at (position + 1) / `temperature_every`.
     """
@@ -49,6 +50,31 @@ class GroupedQuery:
     is_chunked: bool = False
     temperatures: Tensor | None = None
     temperature_every: int = 1
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated DeltaNet (`experts.attention.gated_delta`), with an RMSNorm of each value head and gates of the result.
+    HK key heads, HV value heads, C channels, W taps; M slots of states.
+
+    `inputs` [C + HV V, H]: queries, keys, values, gates of the result; `gates` [2 HV, H]: write strengths, decays; the
+    rows of both in this order, or `by_key_head`, each key head with its value heads. `filter` [C, W]; `log_rate` and
+    `bias` [HV], perhaps in float32; `norm` [V]; `out` [H, HV V]. What sequences keep: `kept_inputs` [M, C, W - 1],
+    `states` [M, HV, K, V] float32.
+    """
+
+    inputs: Tensor
+    gates: Tensor
+    filter: Tensor
+    log_rate: Tensor
+    bias: Tensor
+    norm: Tensor
+    out: Tensor
+    kept_inputs: Tensor
+    states: Tensor
+    key_heads: int
+    by_key_head: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +114,11 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMlp:
-    """`gate_up` [2 I, H], `down` [H, I]."""
+    """`gate_up` [2 I, H], `down` [H, I]. `gate` [1, H]: the sigmoid of its product multiplies the result."""
 
     gate_up: Tensor
     down: Tensor
+    gate: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +137,7 @@ class StepLayer:
     """Norms [H]. The layer's MLP is the sum of `mlp` and `routed`; one of them may be None."""
 
     input_norm: Tensor
-    attention: GroupedQuery | Latent
+    attention: GroupedQuery | Latent | GatedDelta
     post_norm: Tensor
     mlp: GatedMlp | None
     routed: RoutedExperts | None
@@ -122,13 +149,18 @@ class LayerLora:
 
     A linear layer [out, in] of P fused parts has A [L, P R, in] and B [L, out, R]; in a slot an adapter of rank r has r
     rows of A for each part, one part after the other. `qkv` has three parts, `compress` (which needs a rank) and
-    `mlp_gate_up` two; `kv_b`, of kv_b_proj [N (nope + value), latent], has one. Routed experts: `gate_up_a`
+    `mlp_gate_up` two; so have `inputs` and `gates` of Gated DeltaNet, or one by key head; `kv_b`, of kv_b_proj
+    [N (nope + value), latent], has one. Routed experts: `gate_up_a`
     [L, E, 2 R, H], `gate_up_b` [L, E, 2 I, R], with gate from row 0, up from row R and row I; `down_a` [L, E, R, I],
     `down_b` [L, E, H, R]. An adapter uses the first r columns of each B. None: the pool does not adapt these layers.
     """
 
     qkv_a: Tensor | None = None
     qkv_b: Tensor | None = None
+    inputs_a: Tensor | None = None
+    inputs_b: Tensor | None = None
+    gates_a: Tensor | None = None
+    gates_b: Tensor | None = None
     compress_a: Tensor | None = None
     compress_b: Tensor | None = None
     query_a: Tensor | None = None
@@ -184,13 +216,14 @@ class BatchLora:
 
 
 NO_LORA = BatchLora()
-NO_CHUNKS = {"weighs_input": False, "chunk": 0}
+LEFT_OUT = {"weighs_input": False, "chunk": 0, "offset_norms": False}
+"""Numbers that a table of scalars may lack."""
 
 
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
-    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, perhaps weighs_input and chunk, and groups, the
+    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, perhaps those of `LEFT_OUT`, and groups, the
     router's (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H],
     final_norm [H], angles [P, D] or [P, rope] (of each position the cosines, then the sines). `lora`: of as many
     layers; None: batches have no adapters.
@@ -212,7 +245,7 @@ class Step:
         if len(pools) != len(layers):
             raise InvalidValueError(f"the LoRA pool has {len(pools)} layers; the decoder stack has {len(layers)}")
         table = {
-            **NO_CHUNKS,
+            **LEFT_OUT,
             **scalars,
             "lora_slots": 0 if lora is None else lora.slots,
             "lora_rank": 0 if lora is None else lora.rank,
@@ -236,18 +269,21 @@ class Step:
         sequences: Sequences,
         lora: BatchLora = NO_LORA,
         routes: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
         """T new tokens, sequence by sequence -> hidden states [T, H] after the final norm.
 
         ids, positions, slots: int64 [T]; the new keys and values are written to `slots`. `sequences`: where the keys of
-        each sequence lie, those of its new tokens included. `lora`: the tokens' adapters, in the pool's present
-        content. `routes` [M, T, K] int32, if given, takes the ids of the experts that each of the M layers with routed
-        experts chose, larger weights first; -1 where the token is refused.
+        each sequence lie, those of its new tokens included. `states` int64 [B], where layers are Gated DeltaNet: of
+        each sequence the slot of its state, which begins with zeros where there are no keys before its new tokens.
+        `lora`: the tokens' adapters, in the pool's present content. `routes` [M, T, K] int32, if given, takes the ids
+        of the experts that each of the M layers with routed experts chose, larger weights first; -1 where the token is
+        refused.
 
         Also returns the tokens whose activations were NaN or Inf before the experts of some layer: the experts returned
         zeros for them there. In a batch with an adapter also those whose keys or values were NaN or Inf: the pool then
-        has zeros. InvalidValueError: an id, position, slot, length or adapter out of range; then nothing has been
-        written.
+        has zeros. InvalidValueError: an id, position, slot, state, length or adapter out of range; then nothing has
+        been written.
         """
         out = torch.empty(len(ids), self._hidden, dtype=self._dtype, device="cpu")
         with translated_errors():
@@ -257,6 +293,7 @@ class Step:
                 capsule(slots, "slots"),
                 capsule(sequences.rows, "sequences"),
                 None if sequences.slots is None else capsule(sequences.slots, "table"),
+                None if states is None else capsule(states, "states"),
                 lora.rows,
                 lora.experts,
                 None if lora.token_slots is None else capsule(lora.token_slots, "token_slots"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -57,14 +58,25 @@ class ExpertStore:
     `format`: the weights' format (formats.py); several formats are joined by "+". `weight_bytes`: size of the weights
     (codes, scales and zero points) in that format without padding, as in a checkpoint. `resident_bytes`: size in
     memory, packed and padded. `node_bytes`: `resident_bytes` on each memory node.
+
+    `first_expert`: of a store that holds a part of each layer's experts (`kt_runtime.ranks`), the model's number of its
+    expert 0. `shape.num_experts` counts the store's own.
     """
 
-    def __init__(self, layers: Mapping[int, ExpertLayer], shape: ExpertShape, isa: str, num_threads: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, ExpertLayer],
+        shape: ExpertShape,
+        isa: str,
+        num_threads: int,
+        first_expert: int = 0,
+    ) -> None:
         self._layers = dict(layers)
         self.layers: Mapping[int, ExpertLayer] = MappingProxyType(self._layers)
         self.shape = shape
         self.isa = isa
         self.num_threads = num_threads
+        self.first_expert = first_expert
         self._closed = False
         self._fingerprint: str | None = None
         natives = [layer.native() for layer in self._layers.values()]
@@ -87,6 +99,7 @@ class ExpertStore:
         progress: Callable[[int, int], None] | None = None,
         rename: Callable[[str], str] | None = None,
         mlp: ExpertMlp = PLAIN,
+        share: range | None = None,
     ) -> ExpertStore:
         """Reads the experts from a Hugging Face checkpoint directory, one layer at a time.
 
@@ -105,6 +118,8 @@ class ExpertStore:
         progress: called with (layers loaded, total layers) after each layer.
         rename: the name under which `layer_keys` finds a tensor of the files, None for its own (`Family.our_name`).
         mlp: what the experts compute, and which rows of fused tensors are whose (`Family.expert_mlp`).
+        share: the experts of each layer that are read and held, consecutive ones; None: all `shape.num_experts`. Not
+        of a GGUF model.
 
         NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, an
         unknown or contradictory format, NaN or Inf. UnknownNameError: an instruction set that is not available, an
@@ -122,19 +137,21 @@ class ExpertStore:
         for name, value in (("num_threads", num_threads), ("num_nodes", num_nodes)):
             if value is not None and value < 1:
                 raise InvalidValueError(f"{name} is {value}; allowed: 1 or more")
+        first, held = (0, shape.num_experts) if share is None else (share.start, len(share))
+        own_shape = replace(shape, num_experts=held)
         layers: dict[int, ExpertLayer] = {}
         checkpoint = open_checkpoint(directory, rename)
         with translated_errors():
             for index, prefix in layer_keys.items():
                 sizes = (shape.num_experts, shape.hidden, shape.intermediate)
                 native = _experts.load_layer(
-                    checkpoint, prefix, *sizes, described, isa, num_threads, wanted, num_nodes or 0
+                    checkpoint, prefix, *sizes, described, isa, num_threads, wanted, num_nodes or 0, (first, held)
                 )
-                layers[index] = ExpertLayer(native, shape, mlp)
+                layers[index] = ExpertLayer(native, own_shape, mlp)
                 if progress is not None:
                     progress(len(layers), len(layer_keys))
         _warn_of_refused_placement()
-        return cls(layers, shape, isa, num_threads)
+        return cls(layers, own_shape, isa, num_threads, first)
 
     def fingerprint(self, *, fresh: bool = False, each: Each = map) -> str:
         """sha256, in hex, of format, shape, activation, packed weights and biases of all layers. Cached; `fresh`
@@ -156,7 +173,7 @@ class ExpertStore:
         index, expert = place
         layer = self._layers[index]
         native, mlp = layer.native(), layer.mlp
-        digest = hashlib.sha256(f"layer {index} expert {expert} {native.format};".encode())
+        digest = hashlib.sha256(f"layer {index} expert {self.first_expert + expert} {native.format};".encode())
         for projection in range(NUM_PROJECTIONS):
             for node in range(native.num_nodes):
                 digest.update(native.piece_bytes(expert, projection, node))

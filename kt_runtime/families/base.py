@@ -137,8 +137,6 @@ class Family(ABC):
     """Whether the routing weight multiplies the expert's input, not its result."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
-    has_native_step: bool = True
-    """Whether `decoder_stack` has a table."""
     keeps_states: bool = False
     """Whether some layers keep a state for each sequence beside keys and values: SGLang then has pages of one token,
     and no host or disk tier."""

@@ -24,7 +24,8 @@ OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: na
 class GroupedQuery:
     """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
     or, if they are as wide as all heads together, of all that a token has. `sinks`: of each head a score without a
-    value. `window`: keys that a query sees at most, its own included; 0: all.
+    value. `window`: keys that a query sees at most, its own included; 0: all. `is_gated`: behind each head's query,
+    `qkv` has as many gates, whose sigmoids multiply the head's output.
 
     Of Llama 4: `rotates`: the layer has a rotary embedding. `unit_norms`: each head's queries and keys have norms
     without a weight, after the rotary embedding. `is_chunked`: a query sees the keys of its own chunk
@@ -43,6 +44,7 @@ class GroupedQuery:
     unit_norms: bool = False
     is_chunked: bool = False
     temperature: Temperature | None = None
+    is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,32 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv:2412.06464): a short convolution, the gated delta rule, a gated norm of each value head.
+
+    `inputs`: queries, keys, values and gates of the result, fused; `gates`: write strengths and decays, fused. In both
+    the rows are in this order, or `by_key_head`, each key head with its value heads. `filter`: of the convolution;
+    `log_rate` and `bias`: transformers' `A_log` and `dt_bias`.
+    """
+
+    inputs: str
+    gates: str
+    filter: str
+    log_rate: str
+    bias: str
+    norm: str
+    out: str
+    key_heads: int
+    by_key_head: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`gate_up`: gate and up, fused."""
+    """`gate_up`: gate and up, fused. `gate`: the sigmoid of its product multiplies the result."""
 
     gate_up: str
     down: str
+    gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +198,7 @@ class StackLayer:
     """`mlp`: a dense MLP, or the shared experts beside routed ones."""
 
     input_norm: str
-    attention: GroupedQuery | Latent
+    attention: GroupedQuery | Latent | GatedDelta
     post_norm: str
     mlp: GatedMlp | None
     routed: RoutedExperts | None
@@ -200,7 +223,7 @@ class DecoderStack:
     weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding turns adjacent elements,
     else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input instead of its
     result; a token then has one expert. `chunk`: most keys that a query of a chunked layer sees; 0: no layer is
-    chunked."""
+    chunked. `offset_norms`: the weights of the norms are offsets from one, but for those of Gated DeltaNet."""
 
     heads: int
     top_k: int
@@ -213,6 +236,7 @@ class DecoderStack:
     layers: tuple[StackLayer, ...]
     weighs_input: bool = False
     chunk: int = 0
+    offset_norms: bool = False
 
     def linear_layers(self) -> Iterator[str]:
         """The matrices of attention, dense MLPs and shared experts that `ops.matmul.frozen_linear` multiplies."""
@@ -220,6 +244,8 @@ class DecoderStack:
             attention = layer.attention
             if isinstance(attention, Latent):
                 yield from (attention.compress, attention.query, attention.out)
+            elif isinstance(attention, GatedDelta):
+                yield from (attention.inputs, attention.gates, attention.out)
             else:
                 yield from (attention.qkv, attention.out)
             if layer.mlp is not None:

@@ -10,11 +10,21 @@ import torch
 from kt_runtime.errors import InvalidValueError, NotFoundError, suggestion
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.dense import DTYPES
-from kt_runtime.experts.step import GatedMlp, GroupedQuery, Indexer, Latent, LoraPool, RoutedExperts, Step, StepLayer
+from kt_runtime.experts.step import (
+    GatedDelta,
+    GatedMlp,
+    GroupedQuery,
+    Indexer,
+    Latent,
+    LoraPool,
+    RoutedExperts,
+    Step,
+    StepLayer,
+)
 from kt_runtime.families import stack as table
 from kt_runtime.ops.row_factors import temperatures
 
-SCALARS = ("heads", "top_k", "normalises", "epsilon", "interleaved", "weighs_input", "chunk")
+SCALARS = ("heads", "top_k", "normalises", "epsilon", "interleaved", "weighs_input", "chunk", "offset_norms")
 """Of `DecoderStack`, which the step takes as they are."""
 
 
@@ -29,7 +39,8 @@ def build_step(
     lora: LoraPool | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
-    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them. `angles` [P, D] or
+    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them; for Gated DeltaNet the
+    convolution's inputs [M, C, W - 1] and the states [M, HV, K, V] of sequences. `angles` [P, D] or
     [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
     allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. The step's threads
     and instruction set are the experts'.
@@ -74,13 +85,19 @@ class _Tensors:
             input_norm=self[layer.input_norm],
             attention=self.attention(layer.attention, kv),
             post_norm=self[layer.post_norm],
-            mlp=None if mlp is None else GatedMlp(gate_up=self[mlp.gate_up], down=self[mlp.down]),
+            mlp=None
+            if mlp is None
+            else GatedMlp(gate_up=self[mlp.gate_up], down=self[mlp.down], gate=self.optional(mlp.gate)),
             routed=None if routed is None else self.routed(routed, experts),
         )
 
-    def attention(self, names: table.GroupedQuery | table.Latent, kv: Sequence[torch.Tensor]) -> GroupedQuery | Latent:
+    def attention(
+        self, names: table.GroupedQuery | table.Latent | table.GatedDelta, kv: Sequence[torch.Tensor]
+    ) -> GroupedQuery | Latent | GatedDelta:
         if isinstance(names, table.Latent):
             return self.latent(names, *kv)
+        if isinstance(names, table.GatedDelta):
+            return self.gated_delta(names, *kv)
         keys, values = kv
         ones = torch.ones(keys.shape[-1], dtype=keys.dtype, device=keys.device) if names.unit_norms else None
         heat = names.temperature
@@ -100,6 +117,22 @@ class _Tensors:
             is_chunked=names.is_chunked,
             temperatures=None if heat is None else temperatures(heat.every, heat.strength, self._positions),
             temperature_every=1 if heat is None else heat.every,
+            is_gated=names.is_gated,
+        )
+
+    def gated_delta(self, names: table.GatedDelta, inputs: torch.Tensor, states: torch.Tensor) -> GatedDelta:
+        return GatedDelta(
+            inputs=self[names.inputs],
+            gates=self[names.gates],
+            filter=self[names.filter].squeeze(1),
+            log_rate=self[names.log_rate],
+            bias=self[names.bias],
+            norm=self[names.norm],
+            out=self[names.out],
+            kept_inputs=inputs,
+            states=states,
+            key_heads=names.key_heads,
+            by_key_head=names.by_key_head,
         )
 
     def latent(self, names: table.Latent, keys: torch.Tensor) -> Latent:

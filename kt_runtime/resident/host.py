@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kt_runtime.resident.pacing.budget import Load
     from kt_runtime.resident.pacing.latencies import Latencies
     from kt_runtime.resident.routes.store import RouteStore
-    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
+    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Host(Protocol):
     dtype: torch.dtype
     num_ranks: int
     """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
+    has_whole_tensors: bool
+    """False where each rank has parts of the model's tensors, of which a twin can't have views: nothing is trained."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int
@@ -155,7 +157,12 @@ class Host(Protocol):
         ...
 
     def poll(self) -> None:
-        """Called once per turn on rank 0; calls `done` of every move that the frontend has answered."""
+        """Called once per turn on every rank; on rank 0 it calls `done` of every move that the frontend has
+        answered."""
+        ...
+
+    def ranks(self) -> list[RankStatus]:
+        """The processes of several ranks now; empty with one."""
         ...
 
     def cache_tiers(self) -> list[CacheTier]:

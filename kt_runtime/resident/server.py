@@ -27,11 +27,13 @@ import torch
 from kt_runtime import __version__, device
 from kt_runtime.adapters import StoredName, VersionStore
 from kt_runtime.experts.machine import placement_refusal
+from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
 from kt_runtime.resident.handlers import Answers, Arrays, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
+from kt_runtime.resident.no_sessions import NoSessions
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
@@ -133,7 +135,8 @@ class Resident:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
-        self.twin = Twin(host)
+        self.family = family_for(host.config)
+        self.twin = Twin(host) if host.has_whole_tensors else None
         stated = Settings(
             tpot_target_ms=settings.tpot_target_ms,
             ttft_target_ms=settings.ttft_target_ms,
@@ -162,42 +165,44 @@ class Resident:
         self._salt = uuid.uuid4().hex
         store = VersionStore(
             Path(settings.adapter_directory),
-            self.twin.family,
+            self.family,
             host.config,
             host.max_lora_rank,
             settings.kept_versions,
         )
         self._stored = _scan(store, is_writer=server is not None)
-        lora = LoraModules(self.twin)
+        lora = None if self.twin is None else LoraModules(self.twin)
         self.publisher = Publisher(
             host,
-            self.twin.family,
+            self.family,
             store,
             settings.kept_versions,
-            Probe(self.twin, lora, host.config),
+            None if self.twin is None or lora is None else Probe(self.twin, lora, host.config),
             self.scheduler.submit,
             self._workers,
             self._on_moved,
             stores_at_once=settings.stores_at_once,
+            is_writer=server is not None,
             holdings=Holdings(store.root, settings.max_adapters, settings.max_adapter_disk_bytes),
         )
         self._statuses = Statuses(
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
-        self.handlers = SessionHandlers(
-            host,
-            self.twin,
-            lora,
-            self.publisher,
-            self._answers,
-            settings.microbatch_tokens,
-            SessionLimits(settings.max_sessions, settings.session_memory_bytes),
-            self._workers,
-        )
-        logger.info(
-            "training twin: %d bytes shared with the engine, %d copied", self.twin.shared_bytes, self.twin.copied_bytes
-        )
+        self.handlers: SessionHandlers | NoSessions = NoSessions(host.num_ranks)
+        if self.twin is not None and lora is not None:
+            self.handlers = SessionHandlers(
+                host,
+                self.twin,
+                lora,
+                self.publisher,
+                self._answers,
+                settings.microbatch_tokens,
+                SessionLimits(settings.max_sessions, settings.session_memory_bytes),
+                self._workers,
+            )
+            shared, copied = self.twin.shared_bytes, self.twin.copied_bytes
+            logger.info("training twin: %d bytes shared with the engine, %d copied", shared, copied)
 
     # What the engine calls.
 
@@ -250,6 +255,10 @@ class Resident:
         plan = self.scheduler.plan(is_serving, self.budget.turn(load), arrives=bool(arrived))
         decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
+
+    def follow(self) -> None:
+        """Every rank but 0, in place of `decisions`."""
+        self._host.poll()
 
     def apply(self, payloads: Sequence[bytes]) -> None:
         """Every rank: applies the broadcast payloads of `decisions`. Slices run later, in `turn`."""
@@ -338,9 +347,13 @@ class Resident:
             elif not self.scheduler.resume(ended.key, error):
                 self.publisher.probe(ended.key, error)
         except Exception as problem:
-            if device.is_lost(problem):
+            if device.is_lost(problem) or self._differs(error):
                 raise
             logger.exception("the operation that waited for %s failed; serving continues", ended)
+
+    def _differs(self, error: Exception | None) -> bool:
+        """Whether this rank has failed where rank 0, which reported `error`, has not."""
+        return self._server is None and error is None
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
         """Handles a request without a session. Returns the reply, or None if the reply follows later."""
@@ -405,14 +418,14 @@ class Resident:
             sglang_version=self._host.engine_version,
             model=self._host.model,
             model_directory=self._host.model_directory,
-            family=self.twin.family.name,
+            family=self.family.name,
             fingerprint=fingerprint,
             dtype=str(self._host.dtype).removeprefix("torch."),
             device=str(self._host.device),
             max_lora_rank=self._host.max_lora_rank,
             context_tokens=self._host.context_tokens,
-            weights_shared_bytes=self.twin.shared_bytes,
-            weights_copied_bytes=self.twin.copied_bytes,
+            weights_shared_bytes=0 if self.twin is None else self.twin.shared_bytes,
+            weights_copied_bytes=0 if self.twin is None else self.twin.copied_bytes,
             expert_format=self._host.experts.format,
             expert_isa=self._host.experts.isa,
             expert_bytes=self._host.experts.resident_bytes,
@@ -435,6 +448,7 @@ class Resident:
             chunked_prefill_tokens=self._host.chunked_prefill_tokens,
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),
+            ranks=self._host.ranks(),
             sessions=[
                 msgspec.structs.replace(info, num_requests=self.scheduler.num_works(info.session))
                 for info in self.handlers.infos()

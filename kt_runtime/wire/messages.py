@@ -22,6 +22,7 @@ from kt_runtime.wire.status import (
     ExpertStreaming,
     GpuExperts,
     KeptRoutes,
+    RankStatus,
     SessionInfo,
     TrainingTurns,
     UnforgottenName,
@@ -441,7 +442,7 @@ class StatusReply(Reply, tag="status"):
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
-    `restoring`: names of an earlier run that are still being restored.
+    `restoring`: names of an earlier run that are still being restored. `ranks`: with several of them; empty with one.
     """
 
     runtime_version: str
@@ -483,6 +484,7 @@ class StatusReply(Reply, tag="status"):
     expert_streaming: ExpertStreaming | None = None
     kept_routes: KeptRoutes | None = None
     training_turns: TrainingTurns | None = None
+    ranks: list[RankStatus] = msgspec.field(default_factory=list)
 
 
 class SessionReply(Reply, tag="session"):

@@ -25,6 +25,21 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     publishes: list[str] = msgspec.field(default_factory=list)
 
 
+class RankStatus(msgspec.Struct, kw_only=True):
+    """One of several processes that compute the model together. It holds `num_experts` of each layer's routed experts,
+    from `first_expert` on: `expert_bytes`, and `dense_bytes` of other weights. `rss_bytes`, `peak_bytes`: memory of its
+    process now, and at most so far; 0 if it has ended."""
+
+    rank: int
+    pid: int
+    first_expert: int
+    num_experts: int
+    dense_bytes: int
+    expert_bytes: int
+    rss_bytes: int
+    peak_bytes: int
+
+
 class CacheTier(msgspec.Struct, kw_only=True):
     """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
 

@@ -3,6 +3,9 @@
 SGLang keeps KV in pages of `page_tokens` tokens. The device tier is SGLang's KV pool. The host tier is a second pool,
 with a copy of every device page (write-through) and of pages evicted from the device. The host copy of a page that the
 device uses can't be evicted, so a host tier no larger than the device tier has no room for other pages.
+
+A model that keeps states (`families.base.Family.keeps_states`) has pages of one token, and a second pool in both
+tiers: the host tier's size is for keys, values and states, in the proportion of the device tier.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from typing import Any
 
 from kt_runtime.cache.page_store import SMALLEST_QUOTA
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import family_for
 from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.plan import cached_numbers_per_token, format_bytes
 from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.sglang_patch.delta.states import slot_bytes, state_slots
 
 # A page is a record on disk. With 1 token a page, a prompt is thousands of small records. With 256, more than half a
 # page is recomputed on average where two prompts diverge.
@@ -33,11 +38,14 @@ def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path
     """
     if not options.asks_for_cache:
         return None
-    tiers = options.cache_host_bytes or options.cache_disk_bytes
+    keeps_states = family_for(config).keeps_states
+    tiers = (options.cache_host_bytes or options.cache_disk_bytes) and not keeps_states
     page_tokens = options.cache_page_tokens or (PAGE_TOKENS if tiers else 1)
-    token_bytes = cached_numbers_per_token(config) * (4 if options.dtype == "float32" else 2)
+    number_bytes = 4 if options.dtype == "float32" else 2
+    token_bytes = cached_numbers_per_token(config) * number_bytes
+    slots, of_slot = (state_slots(options), slot_bytes(config, number_bytes)) if keeps_states else (0, 0)
     device_tokens = _device_tokens(options, page_tokens, token_bytes)
-    host_tokens = _host_tokens(options, page_tokens, token_bytes, device_tokens)
+    host_tokens = _host_tokens(options, page_tokens, token_bytes, device_tokens, slots * of_slot)
     disk_bytes = options.cache_disk_bytes
     _check_disk(disk_bytes, page_tokens * token_bytes, page_tokens)
     return CachePlan(
@@ -48,6 +56,8 @@ def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path
         disk_bytes,
         directory if disk_bytes else None,
         read_only=options.cache_read_only,
+        state_slots=slots,
+        slot_bytes=of_slot,
     )
 
 
@@ -66,11 +76,15 @@ def _device_tokens(options: ServeOptions, page_tokens: int, token_bytes: int) ->
     return tokens // page_tokens * page_tokens
 
 
-def _host_tokens(options: ServeOptions, page_tokens: int, token_bytes: int, device_tokens: int) -> int:
+def _host_tokens(
+    options: ServeOptions, page_tokens: int, token_bytes: int, device_tokens: int, state_bytes: int
+) -> int:
+    """`state_bytes`: of the device's pool of states; the host tier has as many times of them as of the tokens."""
     if options.cache_host_bytes is None:
         return HOST_PER_DEVICE * device_tokens if options.cache_disk_bytes else 0
-    tokens = options.cache_host_bytes // (page_tokens * token_bytes) * page_tokens
-    needed = format_bytes(HOST_PER_DEVICE * device_tokens * token_bytes)
+    device_bytes = device_tokens * token_bytes + state_bytes
+    tokens = options.cache_host_bytes * device_tokens // (page_tokens * device_bytes) * page_tokens
+    needed = format_bytes(HOST_PER_DEVICE * device_bytes)
     if options.cache_host_bytes == 0:
         if options.cache_disk_bytes:
             raise InvalidValueError(
@@ -79,9 +93,10 @@ def _host_tokens(options: ServeOptions, page_tokens: int, token_bytes: int, devi
             )
         return 0
     if tokens <= device_tokens:
+        states = f" with {format_bytes(state_bytes)} of linear attention's states" if state_bytes else ""
         raise InvalidValueError(
             f"--cache-host {format_bytes(options.cache_host_bytes)}: {tokens} tokens in pages of {page_tokens}, and "
-            f"the device tier has {device_tokens} ({format_bytes(device_tokens * token_bytes)}), each with a copy in "
+            f"the device tier has {device_tokens} ({format_bytes(device_bytes)}{states}), each with a copy in "
             f"the host tier: nothing else would ever fit. Allowed is more than the device tier, {needed} is a good "
             "size; or make the device tier smaller with --cache-device"
         )
@@ -101,7 +116,8 @@ def describe(plan: CachePlan) -> str:
     """One line about the tiers for the server's start."""
     tiers = [f"device {plan.device_tokens} tokens ({format_bytes(plan.device_tokens * plan.token_bytes)})"]
     if plan.host_tokens:
-        tiers.append(f"host {plan.host_tokens} tokens ({format_bytes(plan.host_bytes)})")
+        states = f" and {plan.host_slots} states" if plan.host_slots else ""
+        tiers.append(f"host {plan.host_tokens} tokens{states} ({format_bytes(plan.host_bytes)})")
     if plan.disk_bytes:
         how = "read from" if plan.read_only else "in"
         tiers.append(f"disk {format_bytes(plan.disk_bytes)} {how} {plan.directory}")

@@ -17,7 +17,7 @@ class CachePlan:
 
     `device_tokens`, `host_tokens` (0: no host tier): the tiers' sizes, whole pages. `host_tokens` includes the copies
     of device pages. `disk_bytes`: the quota of the disk tier in `directory`, 0: no disk tier. `read_only`: the disk
-    tier is never written.
+    tier is never written. `state_slots`: of the device's pool of linear attention's states, of `slot_bytes` each.
     """
 
     page_tokens: int
@@ -27,6 +27,8 @@ class CachePlan:
     disk_bytes: int
     directory: Path | None
     read_only: bool = False
+    state_slots: int = 0
+    slot_bytes: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -40,8 +42,13 @@ class CachePlan:
         return max(0.0, self.host_tokens - 0.5 * self.page_tokens) / self.device_tokens
 
     @property
+    def host_slots(self) -> int:
+        """Of the host tier's pool of states: SGLang multiplies the device's by the same ratio, and adds one."""
+        return int(self.state_slots * self.host_ratio) + 1 if self.host_tokens and self.state_slots else 0
+
+    @property
     def host_bytes(self) -> int:
-        return self.host_tokens * self.token_bytes
+        return self.host_tokens * self.token_bytes + self.host_slots * self.slot_bytes
 
     @property
     def disk_memory_bytes(self) -> int:

@@ -34,6 +34,7 @@ GIB = 2**30
 # Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, with
 # shared memory divided among the processes.
 PROCESSES_BYTES = 5 * GIB // 2
+RANK_BYTES = 3 * GIB // 4  # of each further rank
 # `kt-runtime train` for a job of the fine-tuning API, with tokenizer and datasets; jobs run one after the other.
 TRAINER_BYTES = 4 * GIB // 5
 # The most pages that SGLang's `prepare_mha_write_back_staging` keeps on the GPU.
@@ -65,7 +66,7 @@ class ServingShape:
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it.
+    model that has it. `ranks`: processes that compute the model together, and do not train if there are several.
     """
 
     device: Device = "cpu"
@@ -92,6 +93,7 @@ class ServingShape:
     graph_prefill_tokens: int = 0
     context_tokens: int | None = None
     state_slots: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
         MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
-        MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
+        MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES + (shape.ranks - 1) * RANK_BYTES),
         MemoryNeed(
             "a fine-tuning job's trainer (estimate)", "cpu", TRAINER_BYTES if shape.runs_jobs else 0, (NO_JOBS,)
         ),

@@ -1,8 +1,7 @@
 """The model families for people: what each is, which presets it has, and how it was verified.
 
-`CHECKS` hold for every family, that of the native step where the family has one: a test
-(tests/unit/serve/models/test_families.py) fails for a family that one of them does not run on. `FORMAT_CHECKS` hold for
-every format of routed experts.
+`CHECKS` hold for every family: a test (tests/unit/serve/models/test_families.py) fails for a family that one of them
+does not run on. `FORMAT_CHECKS` hold for every format of routed experts.
 """
 
 from __future__ import annotations
@@ -97,7 +96,5 @@ def _row(family: Family, presets: list[str]) -> dict[str, Any]:
         "router": traits.router,
         "experts": ", ".join([*kinds, "routed"]),
         "presets": presets,
-        "verified": {
-            check.name: check.claim for check in CHECKS if family.has_native_step or check.name != "native step"
-        },
+        "verified": {check.name: check.claim for check in CHECKS},
     }

@@ -65,8 +65,17 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     where = str(files[0].path)
     tensors = {name: entry for file in files for name, entry in file.tensors.items()}
     shapes = {name: entry.shape for name, entry in tensors.items()}
+
+    def vector(name: str) -> list[float]:
+        import torch  # seconds, and few models need it
+
+        from kt_runtime.experts.gguf import GgufTensors
+
+        with GgufTensors([file.path for file in files]) as opened:
+            return [float(value) for value in opened.read(name, torch.float32).flatten()]
+
     try:
-        config = gguf.config_of(files[0].keys, shapes, where)
+        config = gguf.config_of(files[0].keys, shapes, where, vector)
     except UnknownNameError as error:
         raise CheckpointError(str(error)) from None
     family = family_for(config)
@@ -95,22 +104,19 @@ def _checked_dense(
     """Names of the tensors that serving reads, but for the experts'. Raises CheckpointError for a missing one, and for
     one of another shape."""
     is_tied = bool(config.get("tie_word_embeddings"))
-    known: set[str] = set()
+    known = set(gguf.read_for_config(config))
     for source in family_for(config).twin_sources(config):
         if is_tied and source.name == "lm_head.weight":
             continue
-        expected = {gguf.gguf_name(config, source.name): source.shape}
-        if source.name.endswith(gguf.KV_B) and gguf.gguf_name(config, source.name) not in tensors:
-            expected = dict(zip(gguf.split_kv_b(config, source.name), _kv_b_shapes(config), strict=True))
-        if source.name.endswith(gguf.KV_B):  # some files have it whole and split
-            known.update(gguf.split_kv_b(config, source.name))
-        known.update(expected)
-        for name, shape in expected.items():
-            if name not in tensors:
-                raise CheckpointError(f"{where}: tensor {name!r} is missing")
-            if tensors[name].shape != shape:
+        for way in gguf.alternatives(config, source.name, source.shape):  # some files have kv_b_proj whole and split
+            known.update(part.name for part in way.parts)
+        for part in gguf.held(config, source.name, source.shape, tensors).parts:
+            if part.name not in tensors:
+                raise CheckpointError(f"{where}: tensor {part.name!r} is missing")
+            if not part.fits(tensors[part.name].shape):
                 raise CheckpointError(
-                    f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+                    f"{paths[part.name]}: tensor {part.name!r} has shape {list(tensors[part.name].shape)}, expected "
+                    f"{list(part.shape)}"
                 )
     return known
 
@@ -121,7 +127,7 @@ def _check_nothing_is_left(
     """Raises CheckpointError for a tensor that nothing would read, such as a bias that the family has not. Those behind
     the last layer are read past."""
     layers = config["num_hidden_layers"]
-    experts = {f"{gguf.expert_prefix(layer)}.{part}.weight" for layer in range(layers) for part in gguf.EXPERT_TENSORS}
+    experts = {f"{gguf.expert_prefix(layer)}.{part}" for layer in range(layers) for part in gguf.expert_tensors(config)}
     left = [name for name in names if name not in known and name not in experts and gguf.layer_of(name) < layers]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -139,31 +145,24 @@ def _kept_dense(config: Mapping[str, Any], types: Mapping[str, str]) -> dict[str
     if stack is None:
         return {}
     layers = {*stack.linear_layers(), "lm_head.weight"}
-    of_layer: dict[str, list[str]] = defaultdict(list)
+    of_layer: dict[str, list[gguf.Held]] = defaultdict(list)
     for source in family.twin_sources(config):
         if source.source in layers and not (source.name == "lm_head.weight" and config.get("tie_word_embeddings")):
-            of_layer[source.source].append(source.name)
+            of_layer[source.source].append(gguf.held(config, source.name, source.shape, types))
     kept: dict[str, str] = {}
-    for names in of_layer.values():
-        found = {name: types[gguf.gguf_name(config, name)] for name in names}
-        if all(kind in gguf.DENSE_TYPES for kind in found.values()):
+    for tensors in of_layer.values():
+        found = {held.name: types[held.parts[0].name] for held in tensors}
+        if all(held.is_matrix_as_it_is for held in tensors) and set(found.values()) <= set(gguf.DENSE_TYPES):
             kept |= found
     return kept
 
 
-def _kv_b_shapes(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
-    return (heads, latent, config["qk_nope_head_dim"]), (heads, config["v_head_dim"], latent)
-
-
 def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, Entry], paths: Mapping[str, Path]) -> None:
-    family = family_for(config)
-    num_experts, hidden, intermediate = family.expert_shape(config)
-    for layer in family.moe_layers(config):
-        for tensor in gguf.EXPERT_TENSORS:
-            name = f"{gguf.expert_prefix(layer)}.{tensor}.weight"
-            is_down = tensor == "ffn_down_exps"
-            shape = (num_experts, hidden, intermediate) if is_down else (num_experts, intermediate, hidden)
+    for layer in family_for(config).moe_layers(config):
+        for tensor, shape in gguf.expert_tensors(config).items():
+            name = f"{gguf.expert_prefix(layer)}.{tensor}"
+            if name not in tensors:
+                raise CheckpointError(f"{min(paths.values())}: tensor {name!r} is missing: layer {layer} lacks biases")
             if tensors[name].shape != shape:
                 raise CheckpointError(
                     f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"

@@ -41,6 +41,10 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_QWEN3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 _GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -51,6 +55,9 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "olmo": (),
     "qwen2": (_QWEN,),
+    "qwen35": (_QWEN3_5,),
+    "gpt-4o": (_GPT_4O,),
+    "llama4": (_GPT_4O,),
     "llama-bpe": (_LLAMA,),
     "deepseek-v3": _DEEPSEEK_V3,
     "glm4": (_LLAMA,),
@@ -98,7 +105,7 @@ def _tokenizer(file: GgufFile) -> bytes:
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[split]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    if split == "qwen2":
+    if split in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     first = file.keys.get("tokenizer.ggml.bos_token_id")
     if file.keys.get("tokenizer.ggml.add_bos_token") is True and isinstance(first, int) and 0 <= first < len(tokens):

@@ -13,11 +13,13 @@ from typing import Any
 from kt_runtime import __version__
 from kt_runtime.cache.format import Namespace
 from kt_runtime.errors import ConflictError
+from kt_runtime.experts.store import Each
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.version import PINNED
 
 SYMBOLS = (
@@ -66,9 +68,13 @@ def fingerprint(runner: Any) -> WeightsFingerprint:
         config = runner.model_config.hf_config.to_dict()
         family_for(config)  # raises for an unknown family here, not in the thread that waits
         tensors = named_tensors(runner.model)
-        _fingerprint = WeightsFingerprint(
-            lambda each: hash_weights(dense_views(config, tensors), moe.expert_store(), each)
-        )
+        is_whole = group.num_ranks() == 1  # a rank hashes its own parts, which are no views of whole weights
+
+        def compute(each: Each) -> str:
+            dense = dense_views(config, tensors) if is_whole else tensors
+            return hash_weights(dense, moe.expert_store(), each)
+
+        _fingerprint = WeightsFingerprint(compute)
     return _fingerprint
 
 

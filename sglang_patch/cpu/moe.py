@@ -11,6 +11,9 @@ graphs (`gpu/experts.py`).
 SGLang do the same with `fuse_routed_scaling_factor_in_topk`, so the weights arrive here already scaled. `router.py` and
 `gpu/shared_experts.py` keep SGLang's DeepSeek layer from multiplying a second time.
 
+With several ranks the store holds this rank's experts, and the result is to be summed over ranks
+(`kt_runtime.ranks.SharedExperts`).
+
 Models outside the families of `kt_runtime.families` keep SGLang's own experts.
 """
 
@@ -36,6 +39,7 @@ from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.families.stack import SILU, SWIGLU_OAI, ExpertMlp, activation_of
 from kt_runtime.ops.row_factors import scale_rows
+from kt_runtime.ranks import SharedExperts
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes
@@ -43,6 +47,7 @@ from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.gpu import experts as on_device
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ SYMBOLS = (
 NOT_ROUTED = -1  # an expert id that the store skips
 
 _store: ExpertStore | None = None
+_shared: dict[int, SharedExperts] = {}  # of several ranks, by layer
 _store_lock = threading.Lock()
 
 
@@ -96,6 +102,9 @@ def open_store(directory: str) -> ExpertStore:
     with _store_lock:
         if _store is None:
             _store = _load_store(Path(directory))
+            if (exchange := group.exchange()) is not None:
+                total = exchange.share.num_ranks * _store.shape.num_experts
+                _shared.update({i: SharedExperts(own, exchange, total) for i, own in _store.layers.items()})
             dense.configure(_store.isa, _store.num_threads)
         return _store
 
@@ -111,7 +120,10 @@ def _load_store(directory: Path) -> ExpertStore:
     prefix = gguf.expert_prefix if gguf_files(config.get("quantization_config")) else family.expert_prefix
     keys = {layer: prefix(layer) for layer in family.moe_layers(config)}
     shape, mlp = ExpertShape(*family.expert_shape(config)), family.expert_mlp(config)
-    logger.info("reading the routed experts of %d layers from %s", len(keys), directory)
+    exchange = group.exchange()
+    share = None if exchange is None else exchange.share.of(shape.num_experts, "experts")
+    held = f"experts {share.start} to {share.stop - 1}" if share else "the routed experts"
+    logger.info("reading %s of %d layers from %s", held, len(keys), directory)
     return ExpertStore.load(
         directory,
         keys,
@@ -119,9 +131,10 @@ def _load_store(directory: Path) -> ExpertStore:
         isa=settings.expert_isa if settings else None,
         num_threads=settings.expert_threads if settings else None,
         expert_format=settings.expert_format if settings else None,
-        progress=LayersRead(_checkpoint_bytes(config, shape, mlp)),
+        progress=LayersRead(_checkpoint_bytes(config, shape, mlp) // group.num_ranks()),
         rename=family.our_name,
         mlp=mlp,
+        share=share,
     )
 
 
@@ -171,9 +184,12 @@ def _compute(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`slots`, `token_slots` and `out` as in `ExpertLayer.forward`."""
-    experts = expert_store().layers[layer_id]
+    if (shared := _shared.get(layer_id)) is not None:
+        forward = shared.forward
+    else:
+        forward = partial(expert_store().layers[layer_id].forward, out=out)
     try:
-        return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
+        return forward(x, ids, weights, slots=slots, token_slots=token_slots)
     except NumericsError:
         notes = finite_rows.present()
         if notes is None:
@@ -183,7 +199,7 @@ def _compute(
     x, weights, ids = (
         matrix.masked_fill(bad[:, None], value) for matrix, value in ((x, 0), (weights, 0), (ids, NOT_ROUTED))
     )
-    return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
+    return forward(x, ids, weights, slots=slots, token_slots=token_slots)
 
 
 def _method_class() -> type:
@@ -226,7 +242,10 @@ def described_mlp(config: Any, has_bias: bool) -> ExpertMlp:
 
 
 def _check_layer(layer: Any, num_experts: int) -> None:
-    """Raises InvalidValueError unless SGLang's layer computes what the family's table says, in one process."""
+    """Raises InvalidValueError unless SGLang's layer computes what the family's table says, with whole experts.
+
+    `num_experts`: of this rank.
+    """
     config, values = layer.moe_runner_config, model_config().hf_config.to_dict()
     family = family_for(values)
     table = family.expert_mlp(values)
@@ -243,10 +262,11 @@ def _check_layer(layer: Any, num_experts: int) -> None:
             raise InvalidValueError(
                 f"{layer.layer_name}: {name} is {getattr(config, name)!r}; the expert store has {value!r}"
             )
-    if layer.moe_ep_size != 1 or layer.moe_tp_size != 1 or layer.num_experts != num_experts:
+    ranks = group.num_ranks()
+    if layer.moe_ep_size != ranks or layer.moe_tp_size != 1 or layer.num_experts != ranks * num_experts:
         raise InvalidValueError(
-            f"{layer.layer_name}: experts are split over {layer.moe_ep_size * layer.moe_tp_size} ranks; "
-            "the expert store holds all of them in one process"
+            f"{layer.layer_name}: {layer.num_experts} experts are split {layer.moe_ep_size} times, and each of them "
+            f"{layer.moe_tp_size} times; the expert store of one of {ranks} ranks holds as large a part of them, whole"
         )
     if layer.num_fused_shared_experts:
         raise InvalidValueError(f"{layer.layer_name}: start the server with --disable-shared-experts-fusion")

@@ -69,10 +69,8 @@ def _keep_packed(model: Any, *args: Any, **kwargs: Any) -> None:
     with GgufTensors(files) as tensors:
         for parameter, sources in parts.items():
             sources.sort(key=lambda source: source.start)
-            named = [
-                (gguf.gguf_name(content, each.name), gguf.interleaved_heads(content, each.name)) for each in sources
-            ]
-            weight = tensors.packed(named, config.dtype)
+            held = [gguf.held(content, each.name, each.shape, tensors.names()) for each in sources]
+            weight = tensors.packed(held, config.dtype)
             module = model.get_submodule(parameter.rpartition(".")[0])
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
             size += weight.nbytes

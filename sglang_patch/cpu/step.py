@@ -2,7 +2,8 @@
 
 Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
 built over them. The forward methods of `DECODERS` then run the step for every batch that qualifies
-(`models.deepseek_v2` is DeepSeek-V2, DeepSeek-V3 and Kimi-K2). `LogitsProcessor.forward` and `ModelRunner.sample` are
+(`models.deepseek_v2` is DeepSeek-V2, DeepSeek-V3 and Kimi-K2; `models.qwen3_5` has the stack of Qwen3.5's text model).
+`LogitsProcessor.forward` and `ModelRunner.sample` are
 timed. The other symbols are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For
 a decode step the calls and the Python between them take longer than the arithmetic.
 
@@ -11,7 +12,7 @@ captured states of single layers. Both ways give the same bits, because the step
 order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status also shows how long
 the step, the head and sampling took for decoding requests (`decoded`), and whether training is equal to the bit
 (`not_exact`).
-`lora.step` gives the step the LoRA pool and the adapters of a batch.
+`lora.step` gives the step the LoRA pool and the adapters of a batch, `delta.step` the states of Gated DeltaNet layers.
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
 `faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
@@ -30,11 +31,13 @@ import torch
 from kt_runtime.errors import KtError, NumericsError
 from kt_runtime.experts.step import NO_LORA, Step
 from kt_runtime.families import family_for
+from kt_runtime.families.stack import DecoderStack, GatedDelta
 from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
 from kt_runtime.sglang_patch.cpu import absorbed, moe, routes
+from kt_runtime.sglang_patch.delta import step as delta_step
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import step as lora_step
@@ -56,11 +59,14 @@ DECODERS = (
     "sglang.srt.models.minimax_m2.MiniMaxM2Model.forward",
     "sglang.srt.models.gpt_oss.GptOssModel.forward",
     "sglang.srt.models.llama4.Llama4Model.forward",
+    "sglang.srt.models.qwen3_next.Qwen3NextModel.forward",
+    "sglang.srt.models.qwen3_5.Qwen3_5ForCausalLM.forward",
 )
 SYMBOLS = (
     *(BUILT_AFTER, SAMPLE, HEAD, *DECODERS),
     "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+    "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
@@ -130,7 +136,7 @@ class Program:
     def __init__(self, runner: Any, step: Step, tensors: Sequence[torch.Tensor]) -> None:
         self.runner, self.model = runner, runner.model.model
         self.no_adapters = lora_step.why_not(runner.lora_manager)
-        self._step, self._tensors, self._pool = step, tensors, runner.token_to_kv_pool
+        self._step, self._tensors = step, tensors
         self._built_over, self._lora_built_over = self._addresses(), self._lora_addresses()
 
     def has_moved(self, adapted: bool) -> bool:
@@ -141,7 +147,7 @@ class Program:
         return self._addresses() != self._built_over or (adapted and self._lora_addresses() != self._lora_built_over)
 
     def _addresses(self) -> list[int]:
-        buffers = [tensor for layer in kv_buffers(self._pool) for tensor in layer]
+        buffers = [tensor for layer in layer_buffers(self.runner) for tensor in layer]
         return [tensor.data_ptr() for tensor in (*self._tensors, *buffers)]
 
     def _lora_addresses(self) -> list[int]:
@@ -151,13 +157,17 @@ class Program:
         """Normalised hidden states [T, H]. Writes the new keys and values to the pool."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
-        for layer in range(len(self.model.layers)):
-            self._pool.get_key_buffer(layer)  # waits for pages that the cache's host tier still copies
-        sequences = get_attn_backend().forward_metadata
+        for layer in delta_step.attending_layers(self.model):
+            self.runner.token_to_kv_pool.get_key_buffer(layer)  # waits for pages that the host tier still copies
+        backend = get_attn_backend()
+        sequences = delta_step.attending_backend(backend).forward_metadata
+        states = delta_step.state_slots(backend)
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
         lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
-        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences, lora, routes.rows())
+        hidden, refused = self._step.run(
+            input_ids.long(), positions.long(), slots, sequences, lora, routes.rows(), states
+        )
         if batch.forward_mode.is_decode():
             _decoded.step_batches += 1
             _decoded.step_tokens += len(slots)
@@ -167,8 +177,14 @@ class Program:
         return hidden
 
 
+def layer_buffers(runner: Any) -> list[tuple[torch.Tensor, ...]]:
+    """What each layer keeps of tokens (`kv_buffers`), or of sequences."""
+    return delta_step.kept_by_layers(runner.model.model, kv_buffers(runner.token_to_kv_pool), runner.req_to_token_pool)
+
+
 def kv_buffers(pool: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Of each layer keys and values, or, for latent attention, the latents with their rotary keys."""
+    """Of each layer with keys its keys and values, or, for latent attention, the latents with their rotary keys."""
+    pool = delta_step.attending_pool(pool)
     if hasattr(pool, "kv_buffer"):
         return [(buffer,) for buffer in pool.kv_buffer]
     return list(zip(pool.k_buffer, pool.v_buffer, strict=True))
@@ -183,13 +199,15 @@ def forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    """OLMoE's has no `pp_proxy_tensors`."""
-    routes.begin(input_ids, positions)
+    """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`."""
+    # Qwen3.5's are [3, T], of time, height and width: those of a text are equal.
+    places = positions[0] if positions.dim() == 2 else positions
+    routes.begin(input_ids, places)
     program = _program_for(model, forward_batch)
     if program is not None:
         unfit = _unfit(program, input_ids, forward_batch, input_embeds, pp_proxy_tensors)
         if unfit is None:
-            return program.run(input_ids, positions, forward_batch)
+            return program.run(input_ids, places, forward_batch)
         if unfit not in _exceptions:
             _exceptions.append(unfit)
             logger.info("SGLang's modules compute a batch, not the native step, because %s (logged once)", unfit)
@@ -298,7 +316,7 @@ def _why_not(runner: Any) -> str:
     for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
         if backend != ATTENTION_BACKEND:
             return f"the attention backend is {backend}"
-    if not hasattr(runner.attn_backend, "forward_metadata"):
+    if not hasattr(delta_step.attending_backend(runner.attn_backend), "forward_metadata"):
         return f"the attention backend is wrapped in {type(runner.attn_backend).__name__}"
     if get_exec().moe.expert_distribution_recorder_mode is not None:
         return "the distribution of experts is recorded"
@@ -310,7 +328,7 @@ def _why_not(runner: Any) -> str:
 def _why_not_pool(runner: Any) -> str:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    pool = runner.token_to_kv_pool
+    pool = delta_step.attending_pool(runner.token_to_kv_pool)
     if type(pool) is MHATokenToKVPool:
         is_plain = pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
     else:
@@ -321,7 +339,7 @@ def _why_not_pool(runner: Any) -> str:
 
 
 def _why_not_modules(model: Any, is_interleaved: bool, dtype: torch.dtype) -> str:
-    rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers} - {None}
+    rotaries = {attention.rotary_emb for attention in delta_step.attending_layers(model.model).values()} - {None}
     for rotary in rotaries:
         if not _is_plain(rotary, dtype) or rotary.is_neox_style == is_interleaved:
             return f"the rotary embedding is {type(rotary).__name__}"
@@ -338,8 +356,9 @@ def _why_not_modules(model: Any, is_interleaved: bool, dtype: torch.dtype) -> st
 
 
 def _is_plain(rotary: Any, dtype: torch.dtype) -> bool:
-    """Whether it multiplies and rounds as the step, in `dtype`. SGLang writes this in two ways."""
+    """Whether it multiplies and rounds as the step, in `dtype`. SGLang writes this in three ways."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 
     kind = type(rotary)
@@ -347,23 +366,27 @@ def _is_plain(rotary: Any, dtype: torch.dtype) -> bool:
         return False
     if kind.forward_native is DeepseekScalingRotaryEmbedding.forward_native:  # does not convert the table
         return bool(rotary.cos_sin_cache.dtype == dtype)
-    return kind.forward_native is RotaryEmbedding.forward_native
+    return kind.forward_native in (RotaryEmbedding.forward_native, MRotaryEmbedding.forward_native)
 
 
 def _program_of(runner: Any) -> Program:
     config = runner.model_config.hf_config.to_dict()
     stack = family_for(config).decoder_stack(config)
     assert stack is not None
-    attention = runner.model.model.layers[0].self_attn
+    attention = next(iter(delta_step.attending_layers(runner.model.model).values()))
     halves = absorbed.weights(runner.model)
     step = build_step(
         stack,
         {**named_tensors(runner.model), **halves},
         moe.expert_store(),
-        kv_buffers(runner.token_to_kv_pool),
+        layer_buffers(runner),
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,
         config["vocab_size"],
-        lora_step.lora_pool(runner.lora_manager),
+        lora_step.lora_pool(runner.lora_manager, delta_layers(stack)),
     )
     return Program(runner, step, [*runner.model.parameters(), *halves.values()])
+
+
+def delta_layers(stack: DecoderStack) -> set[int]:
+    return {index for index, layer in enumerate(stack.layers) if isinstance(layer.attention, GatedDelta)}

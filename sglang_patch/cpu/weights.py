@@ -100,9 +100,9 @@ def gguf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
-    `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. The router's
-    correction bias stays float32, and a tied head is left out. Layers behind the last are read past, and the log says
-    so.
+    `kept`: tensors that stay quantized (`packed.py`), by Hugging Face's names: they are left out. Vectors stay float32,
+    which SGLang converts where its parameter has another dtype; a tied head is left out. Layers behind the
+    last are read past, and the log says so.
     """
     family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
@@ -111,25 +111,10 @@ def gguf_tensors(
             name = source.name
             if name in kept or (is_tied and name == "lm_head.weight"):
                 continue
-            if name.endswith(gguf.KV_B) and gguf.gguf_name(config, name) not in tensors:
-                yield family.stored_name(name), _joined_kv_b(tensors, gguf.split_kv_b(config, name), dtype)
-                continue
-            tensor = tensors.read(gguf.gguf_name(config, name), torch.float32 if source.is_buffer else dtype)
-            heads = gguf.interleaved_heads(config, name)
-            yield family.stored_name(name), _with_halves(tensor, heads) if heads else tensor
+            held = gguf.held(config, name, source.shape, tensors.names())
+            yield family.stored_name(name), tensors.read_held(held, torch.float32 if len(source.shape) == 1 else dtype)
         num_layers = integer(config, "num_hidden_layers")
         _say_what_is_behind([name for name in tensors.names() if gguf.layer_of(name) >= num_layers])
-
-
-def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """[heads * size, in]: in each head the rows 0, 2, 4, ... and then 1, 3, 5, ..."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape).contiguous()
-
-
-def _joined_kv_b(tensors: GgufTensors, parts: tuple[str, str], dtype: torch.dtype) -> torch.Tensor:
-    """MLA's kv_b_proj [heads * (nope + value), latent] from its two tensors."""
-    keys, values = (tensors.read(part, dtype) for part in parts)
-    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
 
 def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:

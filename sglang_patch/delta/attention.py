@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.experts.attention import DeltaStates, gated_delta
+from kt_runtime.experts.attention import DeltaHeads, DeltaStates, gated_delta
 from kt_runtime.sglang_patch.delta.layers import weights_of
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -67,6 +67,12 @@ def sequences_of(slots: torch.Tensor, prefix_lens: list[int], extend_lens: list[
     return torch.stack([counts.cumsum(0) - counts, counts, slots.long(), continues], dim=1)
 
 
+def kept_in(pool: Any, layer: int, heads: DeltaHeads) -> DeltaStates:
+    """What SGLang's pool of requests keeps of a layer, in place."""
+    found = pool.mamba2_layer_cache(layer)
+    return DeltaStates(found.conv[0], found.temporal.view(-1, heads.value_heads, heads.key_size, heads.value_size))
+
+
 def _backend_class() -> type:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -102,9 +108,7 @@ def _backend_class() -> type:
         ) -> torch.Tensor:
             """mixed_qkv [T, C], a and b [T, HV] -> [T, HV, V]. Changes the states of the batch's sequences."""
             weights = weights_of(layer)
-            heads, pool = weights.heads, self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-            sizes = (heads.value_heads, heads.key_size, heads.value_size)
-            kept = DeltaStates(pool.conv[0], pool.temporal.view(-1, *sizes))
+            heads, kept = weights.heads, kept_in(self.req_to_token_pool, layer.layer_id, weights.heads)
             out = gated_delta(mixed_qkv, a, b, weights, self.forward_metadata, kept)
             return out.view(len(out), heads.value_heads, heads.value_size)
 

@@ -4,14 +4,22 @@ Symbols: none. SGLang 0.5.23 takes the size from `--max-mamba-cache-size`; a slo
 layers. With `no_buffer`, the strategy of a radix cache with states on a CPU, a running request takes up to three slots:
 its own, a copy that the cache keeps of its prompt, and one that is being freed (its `max_running_requests` is the
 number of slots divided by three). What is left holds the states of cached prefixes.
+
+The host tier has a pool of states of its own (`mem_cache.pool_host.mamba.MambaPoolHost`), as many times the slots as
+its KV pool has the tokens (`--hicache-ratio`). SGLang copies a state there when it copies the keys and values before
+it, and back with them. `no_buffer` has pages of one token.
+
+The disk tier is refused. It keeps a record for each page, thousands for a prompt of pages of one token, and SGLang asks
+a storage backend for states by another interface than for pages (`batch_get_v2`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
 from kt_runtime.sglang_patch.options import last_value
 
@@ -30,7 +38,9 @@ class Options(Protocol):
     @property
     def passed_on(self) -> Sequence[str]: ...
     @property
-    def asks_for_cache(self) -> bool: ...
+    def cache_page_tokens(self) -> int | None: ...
+    @property
+    def cache_disk_bytes(self) -> int: ...
 
 
 def state_slots(options: Options) -> int:
@@ -54,7 +64,7 @@ def state_slots(options: Options) -> int:
 def state_arguments(options: Options, family: Family, on_cpu: bool) -> list[str]:
     """SGLang's arguments for a model whose layers keep states; empty for another.
 
-    Raises InvalidValueError for an accelerator, for tiers of the prefix cache, and for pages of several tokens.
+    Raises InvalidValueError for an accelerator, for a disk tier of the prefix cache, and for pages of several tokens.
     """
     if not family.keeps_states:
         return []
@@ -63,13 +73,22 @@ def state_arguments(options: Options, family: Family, on_cpu: bool) -> list[str]
         raise InvalidValueError(
             f"--device: {what}, which is computed on a CPU only, for serving and training alike; give --device cpu"
         )
-    if options.asks_for_cache:
+    if options.cache_disk_bytes:
         raise InvalidValueError(
-            f"--cache-host, --cache-disk, --cache-device, --cache-page-tokens: {what}; the cache's tiers have no room "
-            "for it. SGLang's own prefix cache in the KV pool is on, with states; its size is --max-total-tokens, and "
-            f"{SIZE_OPTION} for the states"
+            f"--cache-disk: {what}, and SGLang 0.5.23 then has pages of 1 token: the disk tier would keep a record for "
+            "each token, and has none for states. --cache-host keeps both in memory"
+        )
+    if options.cache_page_tokens not in (None, 1):
+        raise InvalidValueError(
+            f"--cache-page-tokens {options.cache_page_tokens}: {what}; SGLang 0.5.23 then has pages of 1 token only"
         )
     page = last_value(options.passed_on, PAGE_OPTION)
     if page not in (None, "1"):
         raise InvalidValueError(f"{PAGE_OPTION} {page}: {what}; SGLang 0.5.23 then has pages of 1 token only")
     return [PAGE_OPTION, "1", SIZE_OPTION, str(state_slots(options))]
+
+
+def slot_bytes(config: Mapping[str, Any], number_bytes: int) -> int:
+    """Of one sequence's state. `number_bytes`: of the model's dtype. 0 for a model without states."""
+    of_dtype, of_float32 = family_for(config).state_numbers(config)
+    return of_dtype * number_bytes + of_float32 * 4

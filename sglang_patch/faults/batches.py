@@ -12,7 +12,8 @@ SGLang 0.5.23 symbols and reasons; an exception in each of them would end the sc
   current one has passed a prefill alone and a decode step together with the others. If a step fails, the request that
   rejoined last is at fault and ends; the others resume. Each failure during rejoining ends one request, and no request
   survives more than MOST_FAILURES failures, so that a fault of no particular request can't keep the server busy.
-  A lost device ends the server instead (`lost_device.py`): no request could be computed again.
+  A lost device ends the server instead (`lost_device.py`): no request could be computed again. So does any failed step
+  of several ranks: the others wait for this one within the step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kt_runtime import device
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.faults.answers import described, end_request, release_memory, tell_client
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 
 logger = logging.getLogger(__name__)
 
@@ -228,10 +230,10 @@ def recover(scheduler: Any, reqs: Iterable[Any], error: Exception) -> None:
     """Ends the request at fault: the only request, or the one on trial. The others become suspects.
 
     `reqs` must have been removed from their batch. Raises if a request's memory can't be determined any more, and
-    `error` if the device is lost.
+    `error` if the device is lost or there are several ranks.
     """
     global _on_trial
-    if device.is_lost(error):
+    if device.is_lost(error) or group.num_ranks() > 1:
         raise error
     unique = list({id(req): req for req in reqs}.values())
     logger.error("a step failed; its requests are %s", [req.rid for req in unique], exc_info=error)

@@ -32,7 +32,9 @@ from typing import Any
 import torch
 
 from kt_runtime import device
+from kt_runtime.ranks import Exchange
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +143,20 @@ def mark_requests(scheduler: Any, batch: Any) -> None:
     """Ends the requests that the last pass has noted, and clears the notes."""
     notes = _notes
     forget()
-    for place in notes.requests() if notes is not None else ():
+    if notes is None:
+        return
+    found = notes.requests()
+    if (exchange := group.exchange()) is not None:
+        found = noted_by_any(exchange, found, len(batch.reqs))
+    for place in found:
         _end(scheduler, batch, batch.reqs[place])
+
+
+def noted_by_any(exchange: Exchange, found: list[int], num_requests: int) -> list[int]:
+    """Of all ranks: each sees the keys and values of its own heads only, but all must end the same requests."""
+    noted = torch.zeros((num_requests, 1), dtype=torch.int32)
+    noted[found] = 1
+    return exchange.all_columns(noted).any(1).nonzero().squeeze(1).tolist()
 
 
 def forget() -> None:

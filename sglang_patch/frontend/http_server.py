@@ -41,6 +41,7 @@ from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import deaths
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -378,11 +379,13 @@ class _Server:
         if self.manager._server_stop_hook is not None:
             self.manager._server_stop_hook()
 
-    def _fail(self) -> None:
+    def _fail(self, why: str = "") -> None:
         assert self.manager is not None
         watchdog = self.manager._subprocess_watchdog
-        is_lost = watchdog is not None and lost_device.has_ended(watchdog._processes)
-        self.frontend.failed(lost_device.MESSAGE if is_lost else "one of the server's processes has died")
+        if watchdog is not None and not why:
+            is_lost = lost_device.has_ended(watchdog._processes)
+            why = lost_device.MESSAGE if is_lost else deaths.described(watchdog)
+        self.frontend.failed(why or "one of the server's processes has died")
         self._end_now(1)
 
     def _end_now(self, status: int) -> None:

@@ -40,7 +40,7 @@ from kt_runtime.sglang_patch.frontend.logprob_limits import check_prompt_logprob
 from kt_runtime.sglang_patch.frontend.overload import Overloaded, note_answers, take_tokens
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampling
-from kt_runtime.sglang_patch.frontend.stalls import Stalls
+from kt_runtime.sglang_patch.frontend.stalls import Stalls, rank_names
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
 
@@ -58,7 +58,7 @@ class FrontendSignals(SignalHandler):
         self.tokenizer_manager.on_stop()
 
     def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
-        self.tokenizer_manager.on_failure()
+        self.tokenizer_manager.on_failure("")
 
 
 class FrontendManager(FaultContainment):
@@ -67,7 +67,7 @@ class FrontendManager(FaultContainment):
     adapters: AdapterService | None = None
     stalls: Stalls | None = None
     on_stop: Callable[[], None]
-    on_failure: Callable[[], None]
+    on_failure: Callable[[str], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,8 +82,11 @@ class FrontendManager(FaultContainment):
         """Called in the event loop, once the engine answers."""
         watchdog = self._subprocess_watchdog
         processes = [(name, process.pid) for name, process in zip(watchdog._names, watchdog._processes, strict=True)]
-        self.stalls = Stalls(self, processes)
+        self.stalls = Stalls(self, rank_names(processes))
         self.asyncio_tasks.add(asyncio.create_task(self.stalls.watch()))
+
+    def end_server(self, why: str) -> None:
+        self.on_failure(why)
 
     def stalled(self) -> str:
         """Why the engine can't answer; empty while it works."""

@@ -12,6 +12,9 @@ stays green for 20 s. All times are monotonic: the wall clock may jump.
 A long batch and a training slice use the processor, so neither is a stall; nor is a process that computes for ever,
 which SGLang's own watchdog ends after 300 s.
 
+Of several ranks none goes on without the others: once one of them has been stopped for `RANK_SECONDS`, or all have hung
+for `GRACE_SECONDS`, the server ends.
+
 While the engine is stalled, `/health` and `/ready` answer 503 and new requests are refused with 503. After
 `GRACE_SECONDS` the requests that wait end with the same error. The first message from the engine ends the stall.
 """
@@ -33,6 +36,7 @@ POLL_SECONDS = 0.5
 SILENT_SECONDS = 2.0  # without any message while requests wait; then one token is asked for
 HUNG_SECONDS = 4.0  # without any message, also not about that token
 GRACE_SECONDS = 10.0
+RANK_SECONDS = 3.0
 # Of a main thread's processor time in `HUNG_SECONDS`. A thread that polls uses less; one that computes beside fifty
 # busy programs on two processors uses more.
 BUSY_SHARE = 0.01
@@ -59,6 +63,20 @@ class Watched(Protocol):
     def end_waiting(self, error: Exception) -> None:
         """Ends all requests that wait, with status 503."""
         ...
+
+    def end_server(self, why: str) -> None:
+        """Ends all processes at once."""
+        ...
+
+
+SCHEDULER, RANK = "scheduler_", "rank "  # SGLang's name of a scheduler's process, before its number; ours of a rank's
+
+
+def rank_names(processes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """SGLang's names and process ids, where several schedulers are ranks."""
+    if sum(name.startswith(SCHEDULER) for name, _ in processes) < 2:
+        return list(processes)
+    return [(name.replace(SCHEDULER, RANK), pid) for name, pid in processes]
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,7 @@ class Stalls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reason = ""
+        self._has_ranks = any(name.startswith(RANK) for name, _ in processes)
         self._manager, self._processes, self._look, self._clock = manager, processes, look, clock
         self._stalled_since = 0.0
         self._ended_requests = False
@@ -114,13 +133,17 @@ class Stalls:
         """One look at everything. Sets or clears `reason`, and ends requests that have waited for too long."""
         now = self._clock()
         looks = {pid: look for _, pid in self._processes if (look := self._look(pid)) is not None}
-        why = self._stopped(looks) or self._hung(looks, now)
+        stopped = self._stopped(looks)
+        why = stopped or self._hung(looks, now)
         if why and not self.reason:
             logger.error("the server can't answer: %s", why)
             self._stalled_since, self._ended_requests = now, False
         elif self.reason and not why:
             logger.warning("the server answers again after %.0f s", now - self._stalled_since)
         self.reason = why
+        patience = RANK_SECONDS if stopped else GRACE_SECONDS
+        if why and self._has_ranks and now - self._stalled_since >= patience:
+            self._manager.end_server(why)
         if why and not self._ended_requests and now - self._stalled_since >= GRACE_SECONDS:
             self._ended_requests = True
             self._manager.end_waiting(EngineStalled(why))
@@ -129,7 +152,7 @@ class Stalls:
         """A debugger that reads a process's memory stops it for a moment only, so two looks must agree."""
         now_stopped = {pid for pid, look in looks.items() if look.stopped}
         agreed, self._stopped_before = now_stopped & self._stopped_before, now_stopped
-        names = [f"the {name} (process {pid})" for name, pid in self._processes if pid in agreed]
+        names = [f"{_named(name)} (process {pid})" for name, pid in self._processes if pid in agreed]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} stopped by a signal" if names else ""
 
     def _hung(self, looks: dict[int, Look], now: float) -> str:
@@ -143,5 +166,9 @@ class Stalls:
             return ""
         if silent >= SILENT_SECONDS and (self._probe is None or self._probe.done()):
             self._probe = self._manager.ask_for_a_token()
-        names = " and ".join(f"the {name} (process {pid})" for name, pid in self._processes)
+        names = " and ".join(f"{_named(name)} (process {pid})" for name, pid in self._processes)
         return f"{names} compute nothing and have answered nothing for {silent:.0f} s" if silent >= HUNG_SECONDS else ""
+
+
+def _named(process: str) -> str:
+    return process if process.startswith(RANK) else f"the {process}"

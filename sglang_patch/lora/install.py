@@ -28,6 +28,8 @@ from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import staging
 from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, InstalledAdapter, build_adapter
 from kt_runtime.sglang_patch.lora.slots import ReservedSlot
+from kt_runtime.sglang_patch.ranks import group
+from kt_runtime.sglang_patch.ranks.lora import part_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,10 @@ def prepare_adapter(
     ConflictError if memory does not suffice, AdapterError or UnknownNameError if the server can't hold the adapter.
     """
     _check_memory(manager, name, adapter)
-    built = build_adapter("", adapter, family_for(config).lora_modules(config), manager.dtype)
+    modules = family_for(config).lora_modules(config)
+    built = build_adapter("", adapter, modules, manager.dtype)
+    if (exchange := group.exchange()) is not None:
+        built = part_of(built, modules, exchange.share)
     _check_fits(manager, name, built)
     if slot is not None:
         slot.fill(built)

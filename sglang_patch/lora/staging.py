@@ -9,6 +9,9 @@ more in a slot: they take less time than a decode step.
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
 takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too.
 
+With several ranks every adapter is copied in its batch, and slots keep their pages: threads end at other times on each
+rank, and what a batch may hold must not depend on that.
+
 Everything here runs in the scheduler's thread, except the copies.
 """
 
@@ -27,6 +30,7 @@ from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import slots
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
 from kt_runtime.sglang_patch.lora.pool import note_empty, slot_bytes, spare_bytes, written_bytes
+from kt_runtime.sglang_patch.ranks import group
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,8 @@ class Staging:
             return None
         if not self._fits(adapter, taken):
             return False
-        if self._is_small(adapter) or not slots.is_in_host_memory(self._manager):
+        is_copied_in_batch = self._is_small(adapter) or not slots.is_in_host_memory(self._manager)
+        if is_copied_in_batch or group.num_ranks() > 1:
             return None
         assert lora_id is not None
         slot = slots.reserve(self._manager, taken, is_awaited=True)
@@ -122,7 +127,7 @@ class Staging:
         note_empty(pool, index)
         if not slots.is_in_host_memory(self._manager) or written_bytes(pool, index) < slots.RELEASED_BYTES:
             return
-        if spare_bytes(pool) > slots.most_spare_bytes(pool):
+        if spare_bytes(pool) > slots.most_spare_bytes(pool) and group.num_ranks() == 1:
             self._release(slots.ReservedSlot(pool, index))
 
     def forget(self, lora_id: str) -> None:

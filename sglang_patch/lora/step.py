@@ -11,6 +11,7 @@ between the products.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ SYMBOLS = (
     "sglang.srt.lora.mem_pool.LoRAMemoryPool.A_buffer",
     "sglang.srt.lora.mem_pool.LoRAMemoryPool.B_buffer",
 )
-DENSE = {
+MLP = {"gate_up_proj": "mlp_gate_up", "down_proj": "mlp_down"}
+ATTENTION = {
     "qkv_proj": "qkv",
     "fused_qkv_a_proj_with_mqa": "compress",
     "kv_a_proj_with_mqa": "compress",
@@ -35,9 +37,8 @@ DENSE = {
     "q_proj": "query",
     "kv_b_proj": "kv_b",
     "o_proj": "out",
-    "gate_up_proj": "mlp_gate_up",
-    "down_proj": "mlp_down",
 }
+DELTA = {"in_proj_qkvz": "inputs", "in_proj_ba": "gates", "out_proj": "out"}
 EXPERTS = {"gate_up_proj_moe": "gate_up", "down_proj_moe": "down"}
 """The pool's names, and those of `LayerLora`. A model's pool has one name of each pair (`whole_queries.py`)."""
 
@@ -52,21 +53,22 @@ def why_not(manager: Any) -> str:
         return "LoRA adapts the embedding"
     if manager.experts_shared_outer_loras:
         return "the experts share factors of LoRA"
-    others = sorted(set(manager.memory_pool.A_buffer) - {*DENSE, *EXPERTS})
+    others = sorted(set(manager.memory_pool.A_buffer) - {*ATTENTION, *DELTA, *MLP, *EXPERTS})
     return f"LoRA adapts {', '.join(others)}" if others else ""
 
 
-def lora_pool(manager: Any) -> LoraPool | None:
-    """The pool's buffers, in place; None where `why_not` has a reason."""
+def lora_pool(manager: Any, delta: Collection[int] = ()) -> LoraPool | None:
+    """The pool's buffers, in place; None where `why_not` has a reason. The layers `delta` are Gated DeltaNet: the pool
+    has their buffers and attention's for all layers, of which each layer uses its own."""
     if why_not(manager):
         return None
     pool = manager.memory_pool
     # SGLang wraps the layers of routed experts only if both of their linear layers are targets.
-    names = DENSE | (EXPERTS if set(EXPERTS) <= set(pool.A_buffer) else {})
+    shared = MLP | (EXPERTS if set(EXPERTS) <= set(pool.A_buffer) else {})
     layers = []
     for layer in range(pool.num_layer):
         tensors: dict[str, torch.Tensor] = {}
-        for name, ours in names.items():
+        for name, ours in (shared | (DELTA if layer in delta else ATTENTION)).items():
             if name in pool.A_buffer:
                 tensors[f"{ours}_a"], tensors[f"{ours}_b"] = pool.A_buffer[name][layer], pool.B_buffer[name][layer]
         layers.append(LayerLora(**tensors))

@@ -5,8 +5,16 @@
 #include "kernels/avx512/products/integer_few.h"
 #include "kernels/avx512_base/kernels.h"
 
-namespace kt {
+namespace kt::avx512_base {
 
-void avx512_base::multiply_int8_vnni(const IntegerProduct& p) { multiply_integer<IntegerTiles<DotVnni>>(p); }
+QuantizedSize quantized_size_vnni(const PackedShape& shape) { return grouped_size(shape, 1); }
 
-}  // namespace kt
+void quantize_vnni(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
+  quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
+    std::memcpy(values + unit * kQuantizeUnit, codes, kQuantizeUnit);
+  });
+}
+
+void multiply_int8_vnni(const IntegerProduct& p) { multiply_integer<IntegerTiles<DotVnni>>(p); }
+
+}  // namespace kt::avx512_base

@@ -10,9 +10,11 @@ void multiply(const PackedProduct<float>& p);
 
 // integer.cpp, integer_vnni.cpp
 void multiply_int8(const IntegerProduct& p);
-void multiply_int8_vnni(const IntegerProduct& p);
 QuantizedSize quantized_size(const PackedShape& shape);
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
+void multiply_int8_vnni(const IntegerProduct& p);
+QuantizedSize quantized_size_vnni(const PackedShape& shape);
+void quantize_vnni(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
 // transposed.cpp
 void multiply_transposed(const TransposedProduct<float>& p);

@@ -10,23 +10,23 @@ namespace {
 
 constexpr uint32_t kBase = kAvx2 | kFma | kF16c | kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq;
 
-constexpr Tiles tiles_of(const char* name, uint32_t required, void (*multiply_int8)(const IntegerProduct&)) {
+constexpr Tiles with_vnni(bool vnni) {
   return {
-      .name = name,
-      .required = required,
+      .name = vnni ? "avx512_vnni" : "avx512_base",
+      .required = vnni ? kBase | kAvx512vnni : kBase,
       .dense = &avx512_base::kDense,
       .attention = &avx512_base::kAttention,
       .multiply = avx512_base::multiply,
       .multiply_bf16 = nullptr,
-      .multiply_int8 = multiply_int8,
+      .multiply_int8 = vnni ? avx512_base::multiply_int8_vnni : avx512_base::multiply_int8,
       .multiply_transposed = avx512_base::multiply_transposed,
       .multiply_transposed_bf16 = nullptr,
       .unpack = avx512_base::unpack,
       .product = avx512_base::product,
       .row_product = avx512_base::row_product,
       .pair_product = nullptr,
-      .quantized_size = avx512_base::quantized_size,
-      .quantize = avx512_base::quantize,
+      .quantized_size = vnni ? avx512_base::quantized_size_vnni : avx512_base::quantized_size,
+      .quantize = vnni ? avx512_base::quantize_vnni : avx512_base::quantize,
       .transpose_rows = avx512_base::transpose_rows,
       .transpose_rows_bf16 = nullptr,
       .widen = avx512_base::widen,
@@ -42,8 +42,8 @@ constexpr Tiles tiles_of(const char* name, uint32_t required, void (*multiply_in
 }  // namespace
 
 extern const Tiles kAvx512BaseTiles;
-const Tiles kAvx512BaseTiles = tiles_of("avx512_base", kBase, avx512_base::multiply_int8);
+const Tiles kAvx512BaseTiles = with_vnni(false);
 extern const Tiles kAvx512VnniTiles;
-const Tiles kAvx512VnniTiles = tiles_of("avx512_vnni", kBase | kAvx512vnni, avx512_base::multiply_int8_vnni);
+const Tiles kAvx512VnniTiles = with_vnni(true);
 
 }  // namespace kt

@@ -63,7 +63,7 @@ struct IntegerTile {
   int64_t first, end;
   int64_t ahead;                    // how many bytes ahead of a group's own lines to prefetch
   int64_t fetch_first, fetch_step;  // many rows: groups in which to do so
-  int64_t block_bytes;
+  int64_t block_bytes, block_lines;
   // Few rows: bytes from a block's first line to its end, and from there to the first line of the stream's next block;
   // that block (of the first stream), and how many bytes of its scales each group prefetches.
   int64_t block_end, turn;
@@ -184,22 +184,25 @@ inline void multiply_encoded(const IntegerProduct& p) {
   t.ld_groups = p.a.scales.ld;
   t.ldc = p.c.ld;
   t.block_bytes = shape.block_bytes();
-  t.block_end = t.block_bytes - shape.line_offset();
-  t.next_step = (shape.line_offset() + shape.activation_groups() - 1) / shape.activation_groups();
+  t.block_lines = shape.lines(shape.padded_cols());
+  const int64_t line_offset = shape.line_offset(), groups = shape.activation_groups();
+  t.block_end = t.block_bytes - line_offset;
+  t.next_step = (line_offset + groups - 1) / groups;
   const bool few = p.rows <= Isa::kFewRows;
   const int at_once = few ? Isa::few_blocks(static_cast<int>(p.rows)) : Isa::kMaxBlocks;
+  Block first = block_at(shape, p.weights.data, 0);
   for (int64_t block = 0; block < p.weights.blocks;) {
     const int64_t left = p.weights.blocks - block;
     const int blocks = left < at_once ? 1 : at_once;
-    for (int b = 0; b < blocks; ++b) t.blocks[b] = block_at(shape, p.weights.data, block + b);
+    for (int b = 0; b < blocks; ++b, first = block_after(first, t.block_bytes)) t.blocks[b] = first;
     if (few) {
       t.first = 0;
-      t.end = shape.activation_groups();
+      t.end = groups;
       t.ahead = Isa::Ahead::bytes(kEncoding) / blocks;
       if (block == 0) prefetch_first<typename Isa::Ahead>(shape, p.weights.data, blocks);
       const uint8_t* end = p.weights.data + (block + blocks) * t.block_bytes;
       t.next = blocks == left && p.weights.next ? p.weights.next : end;
-      t.turn = t.next - (end - (blocks - 1) * t.block_bytes) + shape.line_offset();
+      t.turn = t.next - (end - (blocks - 1) * t.block_bytes) + line_offset;
       run_tile(p, 0, block, tile_function<Isa, kEncoding, true>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);

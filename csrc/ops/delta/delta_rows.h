@@ -96,6 +96,30 @@ inline void convolve(const float* filter, const float* rows, int64_t taps, int64
   }
 }
 
+// 1 / length of a token's query and key, before they have the length 1.
+struct InverseLengths {
+  float query, key;
+};
+
+inline float score_scaling(int64_t key_size) {
+  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(key_size)));
+}
+
+// Of one token: `window` [W][width], its inputs and those before it, filtered into `filtered`; then what the rule reads
+// of it, into `row`, which may be `filtered`. `sigmoids` [width] is scratch.
+inline InverseLengths prepare_row(const Tiles& tiles, const DeltaChannels& channels, const float* filter,
+                                  const float* window, int64_t taps, float* filtered, float* sigmoids, float* row) {
+  const int64_t width = channels.width(), K = channels.key_size;
+  convolve(filter, window, taps, width, filtered);
+  tiles.sigmoid(filtered, width, sigmoids);
+  for (int64_t c = 0; c < width; ++c) row[c] = filtered[c] * sigmoids[c];
+  const InverseLengths inverse{.query = inverse_length(row, K), .key = inverse_length(row + K, K)};
+  const float of_query = inverse.query * score_scaling(K);
+  for (int64_t k = 0; k < K; ++k) row[k] *= of_query;
+  for (int64_t k = 0; k < K; ++k) row[K + k] *= inverse.key;
+  return inverse;
+}
+
 struct DeltaGates {
   float decay, strength;
   double by_a;  // the derivative of the decay for a
@@ -111,6 +135,15 @@ inline DeltaGates gates_of(const DeltaCall& call, int64_t t, int64_t head) {
   const double decay = std::exp(-rate * soft);
   const double strength = sigmoid_of(static_cast<double>(element(call.b, t * call.b.strides[0] + head)));
   return {static_cast<float>(decay), static_cast<float>(strength), -rate * sigmoid_of(raw) * decay};
+}
+
+// Decays and strengths of row t of x, of `group` value heads from `head` on.
+inline void load_gates(const DeltaCall& call, int64_t t, int64_t head, int64_t group, float* decays, float* strengths) {
+  for (int64_t i = 0; i < group; ++i) {
+    const DeltaGates gates = gates_of(call, t, head + i);
+    decays[i] = gates.decay;
+    strengths[i] = gates.strength;
+  }
 }
 
 }  // namespace kt

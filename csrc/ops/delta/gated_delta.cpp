@@ -86,21 +86,11 @@ class HeadRun {
   void block(int64_t first, int64_t tokens) {
     const DeltaShape& shape = call_.shape;
     const int64_t K = shape.key_size, V = shape.value_size, group = shape.group();
-    const float scaling = static_cast<float>(1.0 / std::sqrt(static_cast<double>(K)));
     for (int64_t t = 0; t < tokens; ++t) {
       load_input(tiles_, call_, channels_, first + t, inputs_ + (taps_ - 1 + t) * width_);
       float* row = rows_ + t * width_;
-      convolve(filter_, inputs_ + t * width_, taps_, width_, row);
-      tiles_.sigmoid(row, width_, sigmoids_);
-      for (int64_t c = 0; c < width_; ++c) row[c] *= sigmoids_[c];
-      const float of_query = inverse_length(row, K) * scaling, of_key = inverse_length(row + K, K);
-      for (int64_t k = 0; k < K; ++k) row[k] *= of_query;
-      for (int64_t k = 0; k < K; ++k) row[K + k] *= of_key;
-      for (int64_t i = 0; i < group; ++i) {
-        const DeltaGates gates = gates_of(call_, first + t, head_ + i);
-        decays_[t * group + i] = gates.decay;
-        strengths_[t * group + i] = gates.strength;
-      }
+      prepare_row(tiles_, channels_, filter_, inputs_ + t * width_, taps_, row, sigmoids_, row);
+      load_gates(call_, first + t, head_, group, decays_ + t * group, strengths_ + t * group);
     }
     for (int64_t i = 0; i < group; ++i) {
       tiles_.dense->delta_rule({.tokens = tokens,

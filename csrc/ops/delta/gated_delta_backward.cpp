@@ -56,25 +56,17 @@ class HeadGradient {
 
  private:
   void forward() {
-    const int64_t K = call_.shape.key_size, group = call_.shape.group();
+    const int64_t group = call_.shape.group();
     std::fill_n(inputs_, (taps_ - 1) * width_, 0.0f);
     for (int64_t t = 0; t < tokens_; ++t) {
-      load_input(tiles_, call_, channels_, sequence_.first + t, inputs_ + (taps_ - 1 + t) * width_);
-      float *filtered = filtered_ + t * width_, *row = rows_ + t * width_;
-      convolve(filter_, inputs_ + t * width_, taps_, width_, filtered);
-      tiles_.sigmoid(filtered, width_, sigmoids_);
-      for (int64_t c = 0; c < width_; ++c) row[c] = filtered[c] * sigmoids_[c];
-      lengths_[2 * t] = inverse_length(row, K);
-      lengths_[2 * t + 1] = inverse_length(row + K, K);
-      for (int64_t k = 0; k < K; ++k) row[k] *= lengths_[2 * t] * scaling();
-      for (int64_t k = 0; k < K; ++k) row[K + k] *= lengths_[2 * t + 1];
-      for (int64_t i = 0; i < group; ++i) {
-        const DeltaGates gates = gates_of(call_, sequence_.first + t, head_ + i);
-        decays_[t * group + i] = gates.decay;
-        strengths_[t * group + i] = gates.strength;
-      }
-      load_floats(tiles_, gradients_.by_out,
-                  (sequence_.first + t) * gradients_.by_out.strides[0] + head_ * call_.shape.value_size,
+      const int64_t row_of_x = sequence_.first + t;
+      load_input(tiles_, call_, channels_, row_of_x, inputs_ + (taps_ - 1 + t) * width_);
+      const InverseLengths inverse = prepare_row(tiles_, channels_, filter_, inputs_ + t * width_, taps_,
+                                                 filtered_ + t * width_, sigmoids_, rows_ + t * width_);
+      lengths_[2 * t] = inverse.query;
+      lengths_[2 * t + 1] = inverse.key;
+      load_gates(call_, row_of_x, head_, group, decays_ + t * group, strengths_ + t * group);
+      load_floats(tiles_, gradients_.by_out, row_of_x * gradients_.by_out.strides[0] + head_ * call_.shape.value_size,
                   channels_.values, by_out_ + t * channels_.values);
     }
   }
@@ -118,7 +110,7 @@ class HeadGradient {
       store_floats(tiles_, &by_b, 1, gradients_.by_b, row_of_x * gradients_.by_b.strides[0] + head_ + i);
     }
     float *row = rows_ + t * width_, *by_row = by_rows_ + t * width_;
-    through_length(row, by_row, K, lengths_[2 * t], scaling());
+    through_length(row, by_row, K, lengths_[2 * t], score_scaling(K));
     through_length(row + K, by_row + K, K, lengths_[2 * t + 1], 1.0f);
     const float* filtered = filtered_ + t * width_;
     tiles_.sigmoid(filtered, width_, sigmoids_);
@@ -145,8 +137,6 @@ class HeadGradient {
                    (sequence_.first + t) * gradients_.by_x.strides[0] + channel);
     });
   }
-
-  float scaling() const { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(call_.shape.key_size))); }
 
   const Tiles& tiles_;
   const DeltaCall& call_;

@@ -104,7 +104,8 @@ void rms_norm(const DenseEngine& engine, const NormViews& views) {
                        .y = matrix_of(views.out),
                        .weight = views.weight.data,
                        .epsilon = views.epsilon,
-                       .inverse = views.inverse.present() ? views.inverse.as<float>() : nullptr};
+                       .inverse = views.inverse.present() ? views.inverse.as<float>() : nullptr,
+                       .offset = views.offset};
   if (whole.rows == 0) return;
   constexpr int64_t kTaskElements = 1 << 16;
   const int64_t at_once = std::max<int64_t>(kTaskElements / std::max<int64_t>(whole.cols, 1), 1);

@@ -32,10 +32,12 @@ void linear(const DenseEngine& engine, const TensorView& x, const TensorView& we
 void multiply_here(const DenseEngine& engine, DenseProduct product);
 
 // out [M, K] = RMSNorm of x [M, K], or of x + residual, which is written to `total`. `inverse` [M], if present:
-// 1 / rms in float32. All others have one dtype, float32 or bf16. `total` may be `residual` itself.
+// 1 / rms in float32. All others have one dtype, float32 or bf16. `total` may be `residual` itself. `offset`: the
+// weight is an offset from one.
 struct NormViews {
   TensorView x, residual, weight, out, total, inverse;
   float epsilon;
+  bool offset = false;
 };
 void rms_norm(const DenseEngine& engine, const NormViews& views);
 

@@ -110,18 +110,31 @@ void ForwardPass::low(int64_t index, Projection part, const Operand& input, cons
   });
 }
 
-// The run's rows times some blocks of a matrix, each where it lies; `to` begins with the first of these blocks.
-void ForwardPass::multiply(const PairRange& run, Projection part, const Operand& input, const Span& blocks,
+// Of a matrix, where it lies on the node; null if it does not.
+const uint8_t* ForwardPass::address_of(const Place& place, Projection part, int node) const {
+  if (place.index < 0) return nullptr;
+  const auto piece = engine_.layer.piece(run_of(place.index).expert, part, node);
+  const int64_t block = place.block - piece.first;
+  if (block < 0 || block >= piece.blocks.blocks) return nullptr;
+  return piece.blocks.data + block * engine_.layer.shape_of(part).block_bytes();
+}
+
+// The expert's rows times some blocks of a matrix, each where it lies; `to` begins with the first of these blocks. Gate
+// is followed by the same blocks of up, up by `next` of the first matrix that multiplies x, down by its own `next`.
+void ForwardPass::multiply(int64_t index, Projection part, const Operand& input, const Span& blocks, const Place& next,
                            Rows<float> to) const {
+  const PairRange& run = run_of(index);
   const PackedShape shape = engine_.layer.shape_of(part);
+  const Projection following = part == kGate ? kUp : part == kUp ? engine_.layer.mlp().inputs().front() : kDown;
   for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
     const auto piece = engine_.layer.piece(run.expert, part, node);
     const int64_t begin = std::max(blocks.first, piece.first),
                   end = std::min(blocks.first + blocks.size, piece.first + piece.blocks.blocks);
     if (begin >= end) continue;
-    const int64_t offset = (begin - piece.first) * shape.block_bytes();
-    PackedBlocks weights{shape, piece.blocks.data + offset, end - begin};
-    if (part == kGate) weights.next = engine_.layer.piece(run.expert, kUp, node).blocks.data + offset;
+    const PackedBlocks weights{.shape = shape,
+                               .data = piece.blocks.data + (begin - piece.first) * shape.block_bytes(),
+                               .blocks = end - begin,
+                               .next = address_of(part == kGate ? Place{index, begin} : next, following, node)};
     multiply_rows(engine_.tiles, input, run.size(), weights, to.from(0, (begin - blocks.first) * kBlockRows));
   }
 }
@@ -147,7 +160,7 @@ void ForwardPass::add_lora(int64_t index, Projection part, const Span& blocks, c
 }
 
 // h = f(gate, up) for columns of some blocks of one expert.
-void ForwardPass::gate_up(int64_t index, const Span& blocks, const Activations& arrays) const {
+void ForwardPass::gate_up(int64_t index, const Span& blocks, const Place& next, const Activations& arrays) const {
   const PairRange& run = run_of(index);
   const Rows<float> h = arrays.h.f32;
   const int64_t first = blocks.first * kBlockRows, width = blocks.size * kBlockRows;
@@ -161,7 +174,7 @@ void ForwardPass::gate_up(int64_t index, const Span& blocks, const Activations& 
     sums[kUp] = sums[kGate].from(run.size());
   }
   for (const Projection part : mlp.inputs()) {
-    multiply(run, part, arrays.x, blocks, sums[part]);
+    multiply(index, part, arrays.x, blocks, next, sums[part]);
     add_bias(run, part, blocks, sums[part]);
     add_lora(index, part, blocks, arrays, sums[part]);
   }
@@ -182,10 +195,10 @@ void ForwardPass::finish_h(int64_t index, const Activations& arrays, bool for_do
     finish_row(engine_.tiles, engine_.layer.out_shape(), arrays.h, m, arrays.h.f32.row(m));
 }
 
-void ForwardPass::down(int64_t index, const Span& blocks, const Activations& arrays) const {
+void ForwardPass::down(int64_t index, const Span& blocks, const Place& next, const Activations& arrays) const {
   const PairRange& run = run_of(index);
   const Rows<float> y = y_.from(run.begin, blocks.first * kBlockRows);
-  multiply(run, kDown, arrays.h, blocks, y);
+  multiply(index, kDown, arrays.h, blocks, next, y);
   add_bias(run, kDown, blocks, y);
   add_lora(index, kDown, blocks, arrays, y);
 }
@@ -196,12 +209,12 @@ void ForwardPass::whole_expert(int64_t index, const Activations& arrays, bool wi
   const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
   int64_t at_once = blocks_of_gate_up(pairs);
   for (int64_t block = 0; block < in_blocks; block += at_once)
-    gate_up(index, {block, std::min(at_once, in_blocks - block)}, arrays);
+    gate_up(index, {block, std::min(at_once, in_blocks - block)}, {index, block + at_once}, arrays);
   finish_h(index, arrays, with_down);
   if (!with_down) return;
   at_once = blocks_of_down(pairs);
   for (int64_t block = 0; block < out_blocks; block += at_once)
-    down(index, {block, std::min(at_once, out_blocks - block)}, arrays);
+    down(index, {block, std::min(at_once, out_blocks - block)}, {index, block + at_once}, arrays);
 }
 
 void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
@@ -213,6 +226,7 @@ void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
   kt::run(plan, [&](int step, const Range& range) {
     const int64_t item = range.item;
     const Span blocks{range.first, range.count};
+    const Place next{range.next_item, range.next_first};
     const auto arrays = [&] { return of_run(run_of(item)); };
     switch (step) {
       case kCheck:
@@ -224,11 +238,11 @@ void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
       case kLoad:
         return load_expert(item, arrays());
       case kGateUp:
-        return gate_up(item, blocks, arrays());
+        return gate_up(item, blocks, next, arrays());
       case kFinish:
         return finish_h(item, arrays(), out != nullptr);
       case kDownForward:
-        return down(item, blocks, arrays());
+        return down(item, blocks, next, arrays());
       default:
         return combine_pairs(engine_.tiles, routing_, y_, true, item, *out);
     }

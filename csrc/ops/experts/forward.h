@@ -7,8 +7,8 @@
 namespace kt {
 
 // out[t] = sum over k of weights[t, k] * expert(ids[t, k], x[t]), with the LoRA of the token's slot. Sums in float32,
-// rounded once to the type of x. A token's result depends neither on the rest of the batch nor on the threads.
-// `retained`, if given, receives the activations that `backward` needs.
+// rounded once to the type of `out`: that of x, or float32. A token's result depends neither on the rest of the batch
+// nor on the threads. `retained`, if given, receives the activations that `backward` needs.
 Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained = nullptr);
 
 // Gradients of x, of the routing weights and of the LoRA tensors, from the gradient of the output. Activations come

@@ -30,6 +30,10 @@ class ForwardPass {
     Rows<float> low[kNumProjections];
   };
   struct Buffers;
+  // A block of an entry of Routing::experts, at which a thread probably goes on; -1: not known.
+  struct Place {
+    int64_t index = -1, block = 0;
+  };
 
   const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
   Activations reserve(Buffers* buffers, int64_t pairs) const;
@@ -41,12 +45,14 @@ class ForwardPass {
   void load(const PairRange& run, const Activations& arrays) const;
   void load_expert(int64_t index, const Activations& arrays) const;
   void low(int64_t index, Projection part, const Operand& input, const Activations& arrays) const;
-  void multiply(const PairRange& run, Projection part, const Operand& input, const Span& blocks, Rows<float> to) const;
+  const uint8_t* address_of(const Place& place, Projection part, int node) const;
+  void multiply(int64_t index, Projection part, const Operand& input, const Span& blocks, const Place& next,
+                Rows<float> to) const;
   void add_bias(const PairRange& run, Projection part, const Span& blocks, Rows<float> to) const;
   void add_lora(int64_t index, Projection part, const Span& blocks, const Activations& arrays, Rows<float> to) const;
-  void gate_up(int64_t index, const Span& blocks, const Activations& arrays) const;
+  void gate_up(int64_t index, const Span& blocks, const Place& next, const Activations& arrays) const;
   void finish_h(int64_t index, const Activations& arrays, bool for_down) const;
-  void down(int64_t index, const Span& blocks, const Activations& arrays) const;
+  void down(int64_t index, const Span& blocks, const Place& next, const Activations& arrays) const;
   void whole_expert(int64_t index, const Activations& arrays, bool with_down) const;
   void reserve_tokens();
   void run_plan(const TensorView* out, const FiniteCheck* finite);

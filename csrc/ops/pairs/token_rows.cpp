@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/scratch.h"
+#include "threads/pool.h"
 
 namespace kt {
 
@@ -29,6 +30,32 @@ void combine_pairs(const Tiles& tiles, const Routing& routing, Rows<const float>
     tiles.add_scaled(rows.row(pair), factor, cols, sum);
   }
   if (out.dtype == DType::kBf16) tiles.narrow(sum, cols, out.as<uint16_t>() + at);
+}
+
+Status combine_rows(const Tiles& tiles, int num_threads, const PairRows& call, const TensorView& out) {
+  constexpr int64_t kTokensInTask = 16;
+  const OperationScope scope;
+  const int64_t num_tokens = call.row_of.shape[0], top_k = call.row_of.shape[1], num_rows = call.rows.shape[0];
+  Routing routing;
+  routing.num_tokens = num_tokens;
+  routing.top_k = top_k;
+  routing.weight.assign(static_cast<size_t>(num_rows), 0.0f);
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    for (int64_t position = 0; position < top_k; ++position) {
+      const int64_t row = call.row_of.as<int64_t>()[token * call.row_of.strides[0] + position];
+      if (row < -1 || row >= num_rows)
+        return invalid_value("row_of[" + std::to_string(token) + ", " + std::to_string(position) + "] is " +
+                             std::to_string(row) + "; allowed: -1 to " + std::to_string(num_rows - 1));
+      routing.pair_of.push_back(row);
+      if (row >= 0)
+        routing.weight[static_cast<size_t>(row)] = call.weights.as<float>()[token * call.weights.strides[0] + position];
+    }
+  }
+  const Rows<const float> rows{call.rows.as<float>(), call.rows.strides[0]};
+  run_ranges(num_tokens, kTokensInTask, num_threads, [&](int64_t first, int64_t count) {
+    for (int64_t token = first; token < first + count; ++token) combine_pairs(tiles, routing, rows, true, token, out);
+  });
+  return {};
 }
 
 }  // namespace kt

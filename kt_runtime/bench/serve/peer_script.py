@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 WARM_UP_STEPS = 16
+EAGER = ("gpt_oss",)  # transformers has no sdpa attention with sinks
 
 
 class Engine(Protocol):
@@ -49,7 +50,9 @@ class HuggingFace:
         # A device map loads each tensor onto the device at once: the model need not fit into the host's memory.
         placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(question["model"], dtype=dtype, attn_implementation="sdpa", **placed).eval()
+        kind = transformers.AutoConfig.from_pretrained(question["model"]).model_type
+        attention = "eager" if kind in EAGER else "sdpa"
+        self._model = load(question["model"], dtype=dtype, attn_implementation=attention, **placed).eval()
         self._cache: Any = None
         self._counts: list[int] = []
         self._hooks: list[Any] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kt_runtime.bench.options import PRESET, check_dtype, check_number
-from kt_runtime.bench.serve.quantized.mix import check_mix
+from kt_runtime.bench.serve.gguf.mix import check_mix
 from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.families.base import integer
 

@@ -14,11 +14,11 @@ from kt_runtime import __version__
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits, memory_reader
 from kt_runtime.bench.peer_place import ON_CPU, PeerPlace, place_here
 from kt_runtime.bench.serve.fit import check_disk, check_memory
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
+from kt_runtime.bench.serve.gguf.served_file import ServedFile, served_file
 from kt_runtime.bench.serve.no_step import NoStep
 from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer, ScriptPeer
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
-from kt_runtime.bench.serve.quantized.served_file import ServedFile, served_file
 from kt_runtime.bench.serve.rows import Row
 from kt_runtime.bench.serve.scores import Difference, Scores, difference
 from kt_runtime.bench.serve.server_side import Measurements, ServerResult, ServerSide

@@ -2,12 +2,14 @@
 
 Bytes: every dense matrix once, without the embedding's table; each routed expert that a token takes, once; of a decode
 step also the KV of all sequences, and of each stream's adapter the matrices that its token takes. Operations: two for
-a multiply-add; the head for one token of each sequence; attention over the tokens that a token sees.
+a multiply-add; the head for one token of each sequence; attention over the tokens that a token sees, in a layer with a
+sliding window those in it. A Gated DeltaNet layer reads and writes its state for each token of a decode step; each
+number of the state takes three multiply-adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,9 @@ class ModelWork:
     `dense_parameters`: of the matrices that every token is multiplied with, without the head. `expert_path`: whose
     peak limits the experts, "bf16" or "int8". `expanded_pair_ops`, `absorbed_pair_ops`: operations of attention for one
     pair of tokens in all layers, absorbed for MLA that does not expand keys and values. `adapter_parameters`: of the
-    adapter's matrices that one token takes, for rank 1.
+    adapter's matrices that one token takes, for rank 1. `windows`: of each layer that attends to earlier tokens; 0: it
+    sees all. `state_numbers`, `state_bytes`: of one sequence in all Gated DeltaNet layers, the first without the
+    convolution's inputs.
     """
 
     dtype_bytes: int
@@ -43,6 +47,9 @@ class ModelWork:
     expanded_pair_ops: int
     absorbed_pair_ops: int
     adapter_parameters: int
+    windows: tuple[int, ...]
+    state_numbers: int
+    state_bytes: int
 
     def expected_experts(self, tokens: int) -> float:
         """Distinct experts in a layer if each of `tokens` takes `top_k` at random."""
@@ -50,9 +57,8 @@ class ModelWork:
 
     def prefill(self, tokens: int) -> Work:
         """A prompt that is computed from the start; the answer's first token included."""
-        pairs = tokens * (tokens + 1) / 2
         operations = self._operations(tokens, 1)
-        operations["bf16"] += pairs * self.expanded_pair_ops
+        operations["bf16"] += self._mean_over_layers(tokens, _pairs) * self.expanded_pair_ops
         return Work(self._weight_bytes(self.expected_experts(tokens)), operations)
 
     def decode(self, streams: int, context: float, experts: float, adapter_rank: int = 0) -> Work:
@@ -60,8 +66,9 @@ class ModelWork:
         layer (a mean). `adapter_rank`: of every stream's own adapter; 0: no adapters."""
         operations = self._operations(streams, streams)
         adapters = streams * adapter_rank * self.adapter_parameters
-        operations["bf16"] += streams * context * self.absorbed_pair_ops + 2 * adapters
-        cached = streams * context * self.kv_token_bytes
+        seen = self._mean_over_layers(context, min)
+        operations["bf16"] += streams * seen * self.absorbed_pair_ops + 2 * adapters
+        cached = streams * (seen * self.kv_token_bytes + 2 * self.state_bytes)
         return Work(self._weight_bytes(experts) + cached + adapters * self.dtype_bytes, operations)
 
     def native_step(self, streams: int, context: float, experts: float) -> Work:
@@ -74,11 +81,22 @@ class ModelWork:
         dense = (self.dense_parameters + self.head_parameters) * self.dtype_bytes
         return dense + self.moe_layers * experts * self.expert_bytes
 
+    def _mean_over_layers(self, tokens: float, count: Callable[[float, float], float]) -> float:
+        """The mean of `count(tokens, window)`; a layer without a window has one of `tokens`."""
+        return sum(count(tokens, window or tokens) for window in self.windows) / len(self.windows)
+
     def _operations(self, tokens: int, outputs: int) -> dict[str, float]:
         operations = {"bf16": 2.0 * (tokens * self.dense_parameters + outputs * self.head_parameters)}
+        operations["bf16"] += tokens * 3 * 2.0 * self.state_numbers
         experts = 2.0 * tokens * self.moe_layers * self.top_k * self.expert_parameters
         operations[self.expert_path] = operations.get(self.expert_path, 0.0) + experts
         return operations
+
+
+def _pairs(tokens: float, window: float) -> float:
+    """Of each of so many tokens and one that it sees, itself included."""
+    within = min(tokens, window)
+    return within * (within + 1) / 2 + (tokens - within) * within
 
 
 def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
@@ -90,6 +108,7 @@ def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
     is_table = {"model.embed_tokens.weight", "lm_head.weight"}
     dense = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name not in is_table)
     expanded, absorbed = _pair_operations(config)
+    of_dtype, of_float32 = family.state_numbers(config)
     return ModelWork(
         dtype_bytes=DTYPE_BYTES[dtype],
         dense_parameters=dense,
@@ -104,11 +123,21 @@ def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
         expanded_pair_ops=expanded,
         absorbed_pair_ops=absorbed,
         adapter_parameters=_adapter_parameters(config),
+        windows=_windows(config),
+        state_numbers=of_float32,
+        state_bytes=of_dtype * DTYPE_BYTES[dtype] + of_float32 * 4,
     )
 
 
+def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    family, layers = family_for(config), integer(config, "num_hidden_layers")
+    if family.attending_layers(config) < layers:  # a layer without keys has no window either
+        return (0,) * family.attending_layers(config)
+    return tuple(family.window(config, layer) for layer in range(layers))
+
+
 def _pair_operations(config: Mapping[str, Any]) -> tuple[int, int]:
-    layers, heads = integer(config, "num_hidden_layers"), integer(config, "num_attention_heads")
+    layers, heads = family_for(config).attending_layers(config), integer(config, "num_attention_heads")
     if config.get("kv_lora_rank"):
         latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
         nope, value = integer(config, "qk_nope_head_dim"), integer(config, "v_head_dim")

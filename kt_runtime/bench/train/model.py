@@ -9,15 +9,19 @@ import msgspec
 
 from kt_runtime.bench.train.plan import Plan
 from kt_runtime.errors import InvalidValueError, NotFoundError
+from kt_runtime.families import family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import is_preset, load_preset
+
+OF_EACH_LAYER = ("layer_types", "no_rope_layers")
+"""Keys of config.json with a list of as many values as the model has layers."""
 
 
 def checkpoint(plan: Plan, directory: Path) -> Path:
     """The checkpoint's directory; a preset's checkpoint is written below `directory`.
 
     Raises NotFoundError for a model that is neither preset nor directory, and InvalidValueError for `layers` with a
-    directory, and for more layers than a preset has.
+    directory, for more layers than a preset has, and for so few that its family has not all kinds of them.
     """
     if not is_preset(plan.model):
         if not (Path(plan.model) / "config.json").is_file():
@@ -30,7 +34,10 @@ def checkpoint(plan: Plan, directory: Path) -> Path:
         most = int(preset.config["num_hidden_layers"])
         if plan.layers > most:
             raise InvalidValueError(f"--layers is {plan.layers}; {preset.name} has {most}")
-        preset = msgspec.structs.replace(preset, config=preset.config | {"num_hidden_layers": plan.layers})
+        of_layers = {key: preset.config[key][: plan.layers] for key in OF_EACH_LAYER if preset.config.get(key)}
+        config = {**preset.config, **of_layers, "num_hidden_layers": plan.layers}
+        family_for(config).check(config)
+        preset = msgspec.structs.replace(preset, config=config)
     return make_model(preset, directory / preset.name)
 
 

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ATTENTION = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen3_5_moe_text": [
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+    ],
     "deepseek": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
+EAGER = ("gpt_oss",)  # transformers has no sdpa attention with sinks
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -62,7 +68,10 @@ def main() -> None:
     torch.manual_seed(0)
     dtype, device = getattr(torch, question["dtype"]), torch.device(question["device"])
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}
-    model = AutoModelForCausalLM.from_pretrained(question["model"], dtype=dtype, attn_implementation="sdpa", **placed)
+    attention = "eager" if AutoConfig.from_pretrained(question["model"]).model_type in EAGER else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        question["model"], dtype=dtype, attn_implementation=attention, **placed
+    )
     if question["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = adapted(model, question)

@@ -11,6 +11,7 @@ from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, int
 from kt_runtime.families.stack import (
     DecoderStack,
     ExpertGroups,
+    GatedDelta,
     GatedMlp,
     GroupedQuery,
     RoutedExperts,
@@ -20,6 +21,12 @@ from kt_runtime.families.stack import (
 
 class GroupedQueryFamily(Family):
     """Of `DecoderStack`."""
+
+    offset_norms: bool = False
+
+    def shared_gate(self, layer: int) -> str | None:
+        """The matrix whose product gates the shared experts' result; None: nothing does."""
+        return None
 
     def has_qkv_bias(self, config: Config) -> bool:
         return False
@@ -78,6 +85,7 @@ class GroupedQueryFamily(Family):
             layers=tuple(self._stack_layer(config, layer) for layer in range(integer(config, "num_hidden_layers"))),
             weighs_input=self.weighs_input,
             chunk=self.chunk(config),
+            offset_norms=self.offset_norms,
         )
 
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
@@ -85,7 +93,8 @@ class GroupedQueryFamily(Family):
         mlp = None
         if not is_routed or self.shared_intermediate(config):
             parent = f"{prefix}.{self.mlp_name}" + (f".{self.shared_name}" if is_routed else "")
-            mlp = GatedMlp(f"{parent}.gate_up_proj.weight", f"{parent}.down_proj.weight")
+            gate = self.shared_gate(layer) if is_routed else None
+            mlp = GatedMlp(f"{parent}.gate_up_proj.weight", f"{parent}.down_proj.weight", gate)
         bias = self.engine_name(self.correction_bias_name(layer)) if self.has_correction_bias(config) else None
         return StackLayer(
             input_norm=f"{prefix}.input_layernorm.weight",
@@ -100,7 +109,7 @@ class GroupedQueryFamily(Family):
         gate_bias = self.engine_name(f"{router}.bias") if self.has_router_bias(config) else None
         return RoutedExperts(self.engine_name(f"{router}.weight"), bias, layer, gate_bias)
 
-    def _stack_attention(self, config: Config, layer: int) -> GroupedQuery:
+    def _stack_attention(self, config: Config, layer: int) -> GroupedQuery | GatedDelta:
         prefix, has_norms = f"model.layers.{layer}.self_attn", bool(self.attention_norms(config))
         return GroupedQuery(
             qkv=f"{prefix}.qkv_proj.weight",

@@ -23,6 +23,7 @@ class Qwen35Moe(Qwen3Next):
     architectures = ("Qwen3_5MoeForCausalLM",)
     gguf_architecture = "qwen35moe"
     peft_experts = "fused"
+    by_key_head = False
     gate_names = (None, "silu", "swish")
     reason_for_untied = "no published Qwen3.5 or 3.6 with experts ties its lm_head"
     unlisted_lora_targets = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

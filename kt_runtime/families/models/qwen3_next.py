@@ -18,6 +18,7 @@ from typing import Any
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, FusedLinear, integer, require
 from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.stack import GatedDelta, GroupedQuery
 from kt_runtime.families.traits import GROUPED_QUERY, LINEAR_ATTENTION, SOFTMAX, Traits
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -41,8 +42,10 @@ class Qwen3Next(GroupedQueryFamily):
     )
     gguf_architecture = "qwen3next"
     shared_name = "shared_expert"
-    has_native_step = False
     keeps_states = True
+    offset_norms = True
+    by_key_head = True
+    """The order of rows in `in_proj_qkvz` and `in_proj_ba`."""
     unlisted_lora_targets: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
     default_interval = 4
     gate_names: tuple[str | None, ...] = (None,)
@@ -203,9 +206,29 @@ class Qwen3Next(GroupedQueryFamily):
     def num_experts(self, config: Config) -> int:
         return integer(config, "num_experts", "num_local_experts")
 
-    def softmax_normalises(self, config: Config) -> bool | None:
-        return self.normalises(config)
+    def shared_gate(self, layer: int) -> str:
+        return f"model.layers.{layer}.mlp.shared_expert_gate.weight"
 
-    def decoder_stack(self, config: Config) -> None:  # type: ignore[override]
-        """The native step has no Gated DeltaNet layers."""
-        return
+    def _stack_attention(self, config: Config, layer: int) -> GroupedQuery | GatedDelta:
+        prefix = f"model.layers.{layer}"
+        if self.layer_types(config)[layer] == FULL:
+            return GroupedQuery(
+                qkv=f"{prefix}.qkv_proj.weight",
+                qkv_bias=None,
+                query_norm=f"{prefix}.q_norm.weight",
+                key_norm=f"{prefix}.k_norm.weight",
+                out=f"{prefix}.o_proj.weight",
+                out_bias=None,
+                is_gated=True,
+            )
+        return GatedDelta(
+            inputs=f"{prefix}.linear_attn.in_proj_qkvz.weight",
+            gates=f"{prefix}.linear_attn.in_proj_ba.weight",
+            filter=f"{prefix}.linear_attn.conv1d.weight",
+            log_rate=f"{prefix}.linear_attn.A_log",
+            bias=f"{prefix}.linear_attn.dt_bias",
+            norm=f"{prefix}.linear_attn.norm.weight",
+            out=f"{prefix}.linear_attn.out_proj.weight",
+            key_heads=integer(config, "linear_num_key_heads"),
+            by_key_head=self.by_key_head,
+        )

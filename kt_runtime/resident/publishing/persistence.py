@@ -74,7 +74,8 @@ class _Name:
 class Persistence:
     """Thread-safe. Only `flush` and `close` wait for the disk.
 
-    `at_once`: without the delay, and with the priority of other work: other servers wait for the files.
+    `at_once`: without the delay, and with the priority of other work: other servers wait for the files. Without
+    `is_writer` nothing is written nor kept: another rank does so.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Persistence:
         max_versions: int = MAX_VERSIONS,
         max_bytes: int = MAX_BYTES,
         at_once: bool = False,
+        is_writer: bool = True,
     ) -> None:
-        self._at_once = at_once
+        self._at_once, self._is_writer = at_once, is_writer
         self._store, self._base_model = store, base_model
         self._max_versions, self._max_bytes = max_versions, max_bytes
         self._names: dict[str, _Name] = {}
@@ -100,6 +102,8 @@ class Persistence:
         self, name: str, version: AdapterVersion, adapter: AdapterTensors, served: list[str], known: Collection[str]
     ) -> None:
         """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
+        if not self._is_writer:
+            return
         with self._changed:
             entry = self._names.setdefault(name, _Name())
             if entry.is_done and not self._at_once:
@@ -114,6 +118,8 @@ class Persistence:
 
     def forget(self, name: str) -> None:
         """`name` was unloaded and must stay so after a restart. Its waiting versions are written nevertheless."""
+        if not self._is_writer:
+            return
         with self._changed:
             entry = self._names.setdefault(name, _Name())
             entry.served, entry.is_pointed = None, False

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_OF_NAME = 4
 """Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
+RANK_SECONDS, RANK_POLL_SECONDS = 5.0, 0.05
+"""How long, and how often, a rank looks for a version that rank 0 is about to write."""
 
 Done = Callable[[AdapterVersion | Exception], None]
 """Called once, with the version that the name means now (`lora_id` set), or with the error."""
@@ -109,6 +112,9 @@ class Publisher:
     `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
     stage 4 has ended. On these events, the owner of this object must call `probe` (stage 1) and `finish` (stage 4) with
     the same arguments on every rank.
+
+    `probe`: None where there is no twin; what overflows is then found when serving. `is_writer`: this is rank 0, which
+    writes the versions to disk.
     """
 
     def __init__(
@@ -117,18 +123,20 @@ class Publisher:
         family: Family,
         store: VersionStore,
         kept_versions: int,
-        probe: Probe,
+        probe: Probe | None,
         submit: Callable[[Work], None],
         workers: Workers,
         moved: Callable[[str, Exception | None], None],
         *,
         stores_at_once: bool = False,
+        is_writer: bool = True,
         holdings: Holdings | None = None,
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._persistence = Persistence(store, host.model, at_once=stores_at_once)
+        self._persistence = Persistence(store, host.model, at_once=stores_at_once, is_writer=is_writer)
+        self._is_writer = is_writer
         self.owners = Owners()
         self.holdings = holdings or Holdings(store.root)
         self._salt, self._ids_given = "", 0
@@ -353,8 +361,10 @@ class Publisher:
                 self._workers.give_up(lora_id)
                 raise error
             operation.prepared = self._workers.take(lora_id)
-        except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
+        except Exception as problem:
             self._end(operation, problem)
+            if error is None and not self._is_writer:  # rank 0 has it, so requests for it would come
+                raise
             return
         self._probe_or_install(operation)
 
@@ -379,7 +389,7 @@ class Publisher:
     def _probe_or_install(self, operation: _Operation) -> None:
         prepared = operation.prepared
         assert prepared is not None
-        if self._probe.is_needless(prepared.adapter, prepared.contents):
+        if self._probe is None or self._probe.is_needless(prepared.adapter, prepared.contents):
             self._install(operation)
             return
         slices = self._probe.slices(prepared.adapter, f"adapter {operation.name!r}")
@@ -504,10 +514,21 @@ class Publisher:
         def read() -> Prepared:
             adapter = self._persistence.adapter(name, version.hash)
             if adapter is None:
-                adapter = self._store.load(name, version.hash)
+                adapter = self._loaded(name, version.hash)
             return preparation.stored(adapter, version)
 
         return read
+
+    def _loaded(self, name: str, version: str) -> AdapterTensors:
+        """From the store. A rank that does not write it waits for rank 0, which may hold the version in memory yet."""
+        deadline = time.monotonic() + (0.0 if self._is_writer else RANK_SECONDS)
+        while True:
+            try:
+                return self._store.load(name, version)
+            except KtError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RANK_POLL_SECONDS)
 
     # Restoring and describing.
 

@@ -11,15 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.bench.experts.gguf_blocks import to_blocks
+from kt_runtime.experts.gguf import from_parts
 from kt_runtime.families import family_for
-from kt_runtime.families.gguf import DENSE_TYPES, gguf_name, interleaved_heads
+from kt_runtime.families.gguf import DENSE_TYPES, alternatives
+from kt_runtime.serve.models.presets import Preset, load_preset
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+FUSED = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)_proj")
+AS_LLAMA_CPP: Mapping[str, Mapping[str, Any]] = {
+    "tiny-gpt-oss": {"swiglu_limit": 7.0},
+    "tiny-llama4": {
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "tiny-qwen3-next": {"linear_value_head_dim": 32},
+    "tiny-qwen3-5-moe-text": {"linear_value_head_dim": 32},
+}
+"""What llama.cpp can't compute of a preset, and the value that it has."""
+
+
+def expressible(name: str) -> Preset:
+    """The preset as a model that llama.cpp computes too."""
+    preset = load_preset(name)
+    return msgspec.structs.replace(preset, config={**preset.config, **AS_LLAMA_CPP.get(name, {})})
 
 
 def requantize(
@@ -81,15 +108,25 @@ def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
     tensors = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         tensors[name] = tensor.float().contiguous()
-        if found := EXPERT.fullmatch(family.our_name(name)):
+        ours = family.our_name(name)
+        if found := EXPERT.fullmatch(ours):
             layer, expert, part = found.groups()
             tensors[name] = torch.from_numpy(stacked[f"blk.{layer}.ffn_{part}_exps.weight"][int(expert)].copy())
-            continue
-        ours = family.our_name(name)
-        if (values := stacked.get(gguf_name(config, ours))) is not None:
-            heads, (rows, columns) = interleaved_heads(config, ours), values.shape
-            if heads:
-                values = values.reshape(heads, -1, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)
-            tensors[name] = torch.from_numpy(values.copy())
+        elif found := FUSED.fullmatch(ours):
+            tensors[name] = _fused(config, stacked, *found.groups())
+        elif ".experts." not in ours:
+            held = alternatives(config, ours, tuple(tensor.shape))[0]
+            values = [stacked.get(part.name) for part in held.parts]
+            if all(value is not None for value in values):
+                tensors[name] = from_parts(held, [torch.from_numpy(np.array(value)) for value in values])
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     return place
+
+
+def _fused(config: Mapping[str, Any], stacked: Mapping[str, Any], layer: str, projection: str) -> torch.Tensor:
+    """The experts of a layer as transformers fuses them."""
+    mlp = family_for(config).expert_mlp(config)
+    names = ("gate", "up") if projection == "gate_up" else ("down",)
+    parts = [torch.from_numpy(stacked[f"blk.{layer}.ffn_{name}_exps.weight"]) for name in names]
+    joined = torch.stack(parts, 2).flatten(1, 2) if mlp.is_interleaved and len(parts) > 1 else torch.cat(parts, 1)
+    return (joined.transpose(1, 2) if mlp.is_transposed else joined).contiguous()

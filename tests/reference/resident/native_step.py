@@ -15,9 +15,11 @@ from reference.resident.scheduler import Engine
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.experts.attention import Sequences
+from kt_runtime.experts.step import NO_LORA, BatchLora
 from kt_runtime.serve.models.presets import Preset, load_preset
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.delta import step as delta_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
 
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
@@ -27,6 +29,7 @@ OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_h
 KIMI_K2 = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 WITH_QUERY_RANK = {"q_lora_rank": 48, "v_head_dim": 24, "first_k_dense_replace": 2, "n_shared_experts": 2}
 AIR = {"use_qk_norm": False, "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.0, "n_shared_experts": 2}
+UNSHARED_KEYS = {"linear_num_key_heads": 4, "num_key_value_heads": 1, **PADDED}  # a key head for each value head
 MAVERICK = {"use_qk_norm": False, "rope_scaling": None, "attn_temperature_tuning": False, "attention_chunk_size": 64}
 # As transformers writes it: null is one group.
 UNGROUPED = {"topk_method": "greedy", "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0}
@@ -53,6 +56,22 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     },
     "Llama 4, bfloat16": (load_preset("tiny-llama4"), {}, "bfloat16", {}),
     "Llama 4 as Maverick, bfloat16": (load_preset("tiny-llama4"), MAVERICK, "bfloat16", {}),
+    **{
+        f"{name}, {dtype}{'' if isa is None else f', {isa}'}": (
+            load_preset(preset),
+            {},
+            dtype,
+            {} if isa is None else {"isa": isa},
+        )
+        for name, preset in (("Qwen3-Next", "tiny-qwen3-next"), ("Qwen3.5", "tiny-qwen3-5-moe-text"))
+        for dtype, isa in [("float32", None), *(("bfloat16", isa) for isa in instruction_sets())]
+    },
+    "Qwen3-Next, bfloat16, a key head for each value head": (
+        load_preset("tiny-qwen3-next"),
+        UNSHARED_KEYS,
+        "bfloat16",
+        {},
+    ),
     "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
     "DeepSeek-V3.2, float32": (load_preset("tiny-deepseek-v32"), {}, "float32", {}),
     **{
@@ -79,6 +98,7 @@ class Both:
 
     def __init__(self, runner: Any, program: native_step.Program) -> None:
         self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
+        self.states = States(runner)
         self.no_adapters = program.no_adapters
         with mock.patch.object(moe.expert_store(), "num_threads", 3):
             self.programs = [program, native_step._program_of(runner)]
@@ -93,7 +113,10 @@ class Both:
         self.modes.append((mode, len(batch.seq_lens)))
         self.adapters.append(len(set(batch.lora_ids) - {None}))
         self._wipe(batch)  # also what no layer writes: columns for index keys in layers that share an indexer
-        found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
+        found = []
+        for program in self.programs:
+            with self.states.restored(batch):
+                found.append(self._results(batch, program.run(ids, positions, batch)))
         hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
         expected = self._results(batch, hidden, wipe=False)
         for threads, tensors in zip((1, 3), found, strict=True):
@@ -102,8 +125,9 @@ class Both:
         return hidden
 
     def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
-        """Hidden states and the new keys and values, which are then wiped from the pool."""
+        """Hidden states, the new keys and values, which are then wiped from the pool, and the sequences' states."""
         tensors = [hidden.clone(), *(buffer[batch.out_cache_loc].clone() for buffer in buffers_of(self.pool))]
+        tensors += self.states.of(batch)
         if wipe:
             self._wipe(batch)
         return tensors
@@ -111,6 +135,46 @@ class Both:
     def _wipe(self, batch: Any) -> None:
         for buffer in buffers_of(self.pool):
             buffer[batch.out_cache_loc] = 9.0
+
+
+class States:
+    """Those of a batch's sequences in Gated DeltaNet layers; none in a model without such layers."""
+
+    def __init__(self, runner: Any) -> None:
+        self._requests = runner.req_to_token_pool
+        pool = getattr(self._requests, "mamba_pool", None)
+        self._buffers = [] if pool is None else [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
+
+    def of(self, batch: Any) -> list[torch.Tensor]:
+        if not self._buffers:
+            return []
+        slots = self._slots(batch)
+        return [buffer[:, slots].clone() for buffer in self._buffers]
+
+    @contextmanager
+    def restored(self, batch: Any) -> Iterator[None]:
+        """The states are afterwards as before."""
+        before = self.of(batch)
+        yield
+        for buffer, kept in zip(self._buffers, before, strict=True):
+            buffer[:, self._slots(batch)] = kept
+
+    def _slots(self, batch: Any) -> torch.Tensor:
+        slots: torch.Tensor = self._requests.get_mamba_indices(batch.req_pool_indices)
+        return slots.long()
+
+
+def attention_of(model: Any) -> Any:
+    """The last module of SGLang's decoder stack that attends to keys."""
+    return list(delta_step.attending_layers(model).values())[-1]
+
+
+def run_step(program: native_step.Program, batch: tuple[Any, ...], lora: BatchLora = NO_LORA) -> Any:
+    """Ids, positions, slots and sequences on the step alone. States of sequences lie in the first slots."""
+    ids, positions, slots, sequences = batch
+    has_states = any(hasattr(layer, "linear_attn") for layer in program.model.layers)
+    states = torch.arange(len(sequences.rows)) if has_states else None
+    return program._step.run(ids, positions, slots, sequences, lora, states=states)
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from reference.parity import agreement, sampled
 from reference.place import Place
 from reference.server import greedy
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import RuntimeFault

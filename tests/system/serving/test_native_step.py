@@ -3,6 +3,7 @@ the base and of adapters, whatever batches they are in."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from system.conftest import Served
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import RuntimeFault
+from kt_runtime.families import family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
@@ -49,11 +51,17 @@ def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> Answer
     return answer["output_ids"], values
 
 
+def has_states(directory: Path) -> bool:
+    config = json.loads((directory / "model" / "config.json").read_text())
+    return family_for(config).keeps_states
+
+
 def answers_of(directory: Path, name: str, *options: str) -> Answers:
     """A server's answers to prompts alone, together, with cached prefixes, while adapters are published, and beside
     the adapters' requests."""
     arguments = ["--adapter-dir", str(directory / name), *options]
-    passed_on = ["--", "--chunked-prefill-size", "64", "--page-size", "8"]
+    pages = [] if has_states(directory) else ["--page-size", "8"]
+    passed_on = ["--", "--chunked-prefill-size", "64", *pages]
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
     with (
@@ -81,7 +89,7 @@ def answers_of(directory: Path, name: str, *options: str) -> Answers:
         return Answers((status.step, status.step_exceptions, status.not_exact), given, adapted)
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-deepseek-v3"])
+@pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-qwen3-5-moe-text"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("step")
     make_model(request.param, directory / "model", seed=6)

@@ -47,6 +47,7 @@ PRESETS = {
     "deepseek_v2": tiny_deepseek_v2(),
     "deepseek_v3": load_preset("tiny-deepseek-v3"),
 }
+HYBRIDS = {"qwen3_next": load_preset("tiny-qwen3-next"), "qwen3_5_moe_text": load_preset("tiny-qwen3-5-moe-text")}
 FP8_BLOCK = {"moe_intermediate_size": 128}
 SCHEME_OF = {scheme.format: name for name, scheme in reversed(SCHEMES.items())}
 ISAS = available_isas()
@@ -57,7 +58,7 @@ ON_EVERY_ISA = [(held, isa) for held in FORMATS for isa in ISAS]
 IN_TURN = [(held, ISAS[place % len(ISAS)]) for place, held in enumerate(["bf16", *MORE_FORMATS])]
 BFLOAT16, FLOAT32 = ([(family, dtype) for family in PRESETS] for dtype in ("bfloat16", "float32"))
 TRAINED = ("bf16", "int8")
-DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp")
+DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp", "in_proj_qkvz", "in_proj_z")
 
 
 EQUAL = Agreement(0.0, 0.0)
@@ -87,7 +88,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     patch_sglang()
     family, dtype = request.param
     place = tmp_path_factory.mktemp("model")
-    preset = PRESETS[family]
+    preset = (PRESETS | HYBRIDS)[family]
     make_model(msgspec.structs.replace(preset, config=preset.config | FP8_BLOCK), place / "model", seed=3)
     with engine(place / "model", "--dtype", dtype, *OPTIONS) as started:
         made = Model(family, started, place)
@@ -141,6 +142,12 @@ def agreement(traffic: Traffic, trained: Mapping[str, torch.Tensor]) -> Agreemen
 @pytest.mark.parametrize("model", BFLOAT16, ids="-".join, indirect=True)
 def test_training_has_the_logprobs_of_random_batches(model: Model, held: str, isa: str) -> None:
     check_batches(model, held, isa)
+
+
+@pytest.mark.parametrize("model", [(family, "bfloat16") for family in HYBRIDS], ids="-".join, indirect=True)
+def test_training_has_the_logprobs_of_random_batches_of_hybrids(model: Model) -> None:
+    """Whose experts and their formats are those of the others."""
+    check_batches(model, "bf16", ISAS[0])
 
 
 @pytest.mark.parametrize(("held", "isa"), IN_TURN)

@@ -75,6 +75,13 @@ def test_a_server_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "registry" not in said
 
 
+def test_ranks_with_their_experts_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"rank": 1, "pid": 77, "first_expert": 4, "num_experts": 4, "rss_bytes": 3 << 30, "peak_bytes": 4 << 30}
+    ranks = [rank | {"dense_bytes": 1 << 30, "expert_bytes": 1 << 30}]
+    said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())
+    assert "77 │ 4 to 7 │ 2 GiB │ 3 GiB │ 4 GiB" in said
+
+
 def test_replicas_and_where_a_name_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     said = " ".join(shown(monkeypatch, STATUS).split())
     assert "registry /srv/registry, this server is host-30000-abc" in said

@@ -20,11 +20,24 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts import ExpertLayer, available_isas, free_spare_memory
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.native import spare_memory_bytes
-from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LayerLora, LoraPool, RoutedExperts, Step, StepLayer
+from kt_runtime.experts.step import (
+    GatedDelta,
+    GatedMlp,
+    GroupedQuery,
+    Latent,
+    LayerLora,
+    LoraPool,
+    RoutedExperts,
+    Step,
+    StepLayer,
+)
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, EXPERTS, INNER = 16, 4, 2, 6, 4, 8
 QUERIES, QKV = HEADS * SIZE, (HEADS + 2 * KEY_HEADS) * SIZE
 QUERY_RANK, LATENT, NOPE, VALUE = 5, 8, 4, 3
+DELTA_KEY_HEADS, DELTA_HEADS, DELTA_KEY, DELTA_VALUE, TAPS, STATES = 2, 4, 3, 5, 4, 6
+RESULTS = DELTA_HEADS * DELTA_VALUE
+CHANNELS = 2 * DELTA_KEY_HEADS * DELTA_KEY + RESULTS
 LORA_SLOTS, RANK = 3, 2
 WHOLE = {"embedding": (10, HIDDEN), "angles": (12, SIZE), "final_norm": (HIDDEN,)}
 NORMS = {"input_norm": (HIDDEN,), "post_norm": (HIDDEN,)}
@@ -49,7 +62,18 @@ LATENT_ATTENTION = {
     "keys": (9, 1, LATENT + SIZE),
     "out": (HIDDEN, HEADS * VALUE),
 }
-MLP = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+GATED_DELTA = {
+    "inputs": (CHANNELS + RESULTS, HIDDEN),
+    "gates": (2 * DELTA_HEADS, HIDDEN),
+    "filter": (CHANNELS, TAPS),
+    "log_rate": (DELTA_HEADS,),
+    "bias": (DELTA_HEADS,),
+    "norm": (DELTA_VALUE,),
+    "out": (HIDDEN, RESULTS),
+    "kept_inputs": (STATES, CHANNELS, TAPS - 1),
+    "states": (STATES, DELTA_HEADS, DELTA_KEY, DELTA_VALUE),
+}
+MLP = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "gate": (1, HIDDEN)}
 ROUTED = {"gate": (EXPERTS, HIDDEN), "gate_bias": (EXPERTS,)}
 LORA = {
     "qkv_a": (LORA_SLOTS, 3 * RANK, HIDDEN),
@@ -66,13 +90,20 @@ LORA = {
     "down_b": (LORA_SLOTS, EXPERTS, HIDDEN, RANK),
 }
 PARTS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "whole": WHOLE, "norms": NORMS, "attention": GROUPED_QUERY, "latent": LATENT_ATTENTION, "mlp": MLP,
-    "routed": ROUTED, "lora": LORA,
+    "whole": WHOLE, "norms": NORMS, "attention": GROUPED_QUERY, "latent": LATENT_ATTENTION, "delta": GATED_DELTA,
+    "mlp": MLP, "routed": ROUTED, "lora": LORA,
 }  # fmt: skip
 OF_LLAMA_4 = {"rotates", "norms_last", "is_chunked", "temperatures", "temperature_every"}
 OF_SPARSE_ATTENTION = {"indexer", "top_k"}
+LEFT_OUT = {"attention": {"is_gated"}, "delta": {"key_heads", "by_key_head"}, "routed": {"bias"}}
 PLACES = [(place, name) for place, names in PARTS.items() for name in names]
-PREFIXES = {"whole": "", "norms": "layers[1].", "latent": "layers[1].attention."}
+PREFIXES = {
+    "whole": "", "norms": "layers[1].", "latent": "layers[1].attention.", "delta": "layers[1].attention."
+}  # fmt: skip
+OPTIONAL = {
+    *(("attention", name) for name in ("qkv_bias", "query_norm", "key_norm", "out_bias", "sinks")),
+    *(("routed", "gate_bias"), ("mlp", "gate")),
+}
 # Tensors from which others' sizes follow: what is said of another last size, and of their absence.
 OTHER_SIZE = {
     ("whole", "embedding"): f"final_norm has shape [{HIDDEN}]; expected [{HIDDEN + 1}]",
@@ -82,6 +113,10 @@ OTHER_SIZE = {
     ("latent", "query_norm"): "layers[1].attention.compress has shape [19, 16]; expected [20, 16]",
     ("latent", "key_heads"): "layers[1].attention.query has shape [40, 5]; expected [44, 5]",
     ("mlp", "down"): "layers[1].mlp.gate_up has shape [16, 16]; expected [18, 16]",
+    ("delta", "filter"): (
+        f"layers[1].attention.kept_inputs has shape [6, {CHANNELS}, 3]; expected [6, {CHANNELS}, {TAPS}]"
+    ),
+    ("delta", "states"): f"layers[1].attention.filter has shape [{CHANNELS}, 4]; expected [{CHANNELS + 4}, any]",
 }
 ABSENT = {
     ("latent", "query_norm"): "layers[1].attention.compress has shape [19, 16]; expected [14, 16]",
@@ -99,10 +134,12 @@ def prefix(place: str) -> str:
 
 @dataclass
 class Table:
-    """What a step is built from: two layers, and a LoRA pool. `latent`: both have latent attention."""
+    """What a step is built from: two layers, and a LoRA pool. `latent`: both have latent attention. `delta`: the second
+    one is Gated DeltaNet."""
 
     experts: list[ExpertLayer]
     latent: bool = False
+    delta: bool = False
 
     def __post_init__(self) -> None:
         self.scalars: dict[str, Any] = {
@@ -118,17 +155,24 @@ class Table:
             self.latent = True
             for pool in self.parts["lora"]:
                 pool |= dict.fromkeys(name for name in pool if name.startswith(("qkv", "out")))
+        if place == "delta":
+            self.delta = True
+            self.parts["delta"][1] |= {"key_heads": DELTA_KEY_HEADS, "by_key_head": False}
+            self.parts["lora"][1] |= dict.fromkeys(("qkv_a", "qkv_b", "out_a", "out_b"))
         return self.parts[place][0 if place == "whole" else 1]
+
+    def attention(self, index: int) -> GroupedQuery | Latent | GatedDelta:
+        if self.latent:
+            return Latent(**self.parts["latent"][index])
+        if self.delta and index == 1:
+            return GatedDelta(**self.parts["delta"][index])
+        return GroupedQuery(**self.parts["attention"][index])
 
     def build(self, **options: Any) -> Step:
         layers = [
             StepLayer(
                 **self.parts["norms"][index],
-                attention=(
-                    Latent(**self.parts["latent"][index])
-                    if self.latent
-                    else GroupedQuery(**self.parts["attention"][index])
-                ),
+                attention=self.attention(index),
                 mlp=GatedMlp(**self.parts["mlp"][index]),
                 routed=RoutedExperts(**self.parts["routed"][index], bias=None, experts=one),
             )
@@ -148,9 +192,10 @@ def table() -> Table:
     return Table([build_layer(random_problem(EXPERTS, HIDDEN, INNER, 1, 1, seed=seed).experts) for seed in (0, 1)])
 
 
-def run(step: Step) -> tuple[torch.Tensor, list[int]]:
+def run(step: Step, states: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
     two = torch.tensor([3, 4])
-    return step.run(two, two - 3, two, Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None]))
+    sequences = Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None])
+    return step.run(two, two - 3, two, sequences, states=None if states is None else torch.tensor(states))
 
 
 def refusal(table: Table, **options: Any) -> str:
@@ -160,16 +205,16 @@ def refusal(table: Table, **options: Any) -> str:
 
 
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
-    parts = {"attention": GroupedQuery, "latent": Latent, "mlp": GatedMlp, "routed": RoutedExperts}
+    parts = {"attention": GroupedQuery, "latent": Latent, "delta": GatedDelta, "mlp": GatedMlp, "routed": RoutedExperts}
     for place, part in parts.items():
-        left_out = {"bias", "experts", "window", *OF_LLAMA_4, *OF_SPARSE_ATTENTION}
+        left_out = {"experts", "window", *OF_LLAMA_4, *OF_SPARSE_ATTENTION, *LEFT_OUT.get(place, ())}
         assert PARTS[place].keys() == {field.name for field in fields(part)} - left_out
     assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
-    of_latent = {f"{name}_{side}" for name in ("compress", "query", "kv_b") for side in "ab"}
-    assert LORA.keys() == {field.name for field in fields(LayerLora)} - of_latent
-    for place in ("attention", "latent"):
+    of_others = {f"{name}_{side}" for name in ("compress", "query", "kv_b", "inputs", "gates") for side in "ab"}
+    assert LORA.keys() == {field.name for field in fields(LayerLora)} - of_others
+    for place, states in (("attention", None), ("delta", [5]), ("latent", None)):
         table.tensors(place)
-        hidden, refused = run(table.build())
+        hidden, refused = run(table.build(), states)
         assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
 
 
@@ -188,6 +233,55 @@ def test_what_only_llama_4_has_is_checked(table: Table) -> None:
     assert refusal(table) == "chunk is -1; must be at least 1, or 0 for none"
     table.scalars["weighs_input"] = True
     assert refusal(table) == "top_k is 2; with weighs_input it must be 1: an expert's input has one weight"
+
+
+def test_what_only_hybrids_have_is_checked(table: Table) -> None:
+    delta = table.tensors("delta")
+    for heads in (0, 3):
+        delta["key_heads"] = heads
+        assert refusal(table) == (
+            f"layers[1].attention.key_heads is {heads}; states has 4 heads of values, which must be a multiple of it, "
+            "the same one in all layers"
+        )
+    delta["key_heads"], delta["filter"] = DELTA_KEY_HEADS, torch.zeros(CHANNELS, 9)
+    assert refusal(table) == "layers[1].attention.filter has 9 taps; allowed: 1 to 8"
+    attention, table.delta = table.tensors("attention"), False
+    attention |= {"is_gated": True, "query_norm": torch.ones(QUERIES), "qkv": torch.zeros(QKV + QUERIES, HIDDEN)}
+    attention["qkv_bias"] = torch.zeros(QKV + QUERIES)
+    assert refusal(table) == (
+        f"layers[1].attention.query_norm has shape [{QUERIES}]; with gates expected [{SIZE}], the elements of a head"
+    )
+    attention |= {"query_norm": None, "temperatures": torch.ones(13)}
+    assert refusal(table) == "layers[1].attention.temperatures: a layer with gates has none"
+    attention["temperatures"] = None
+    assert run(table.build())[1] == []
+
+
+def test_the_states_of_a_batch_are_those_of_its_layers(table: Table) -> None:
+    with pytest.raises(InvalidValueError, match="states is given; the step has no layers that keep states"):
+        run(table.build(), [0])
+    kept = table.tensors("delta")
+    step, before = table.build(), kept["states"].clone()
+    for states, message in (
+        (None, "states is missing: the step has layers that keep states"),
+        ([0, 1], "states has 2 slots; there are 1 sequences"),
+        ([STATES], rf"states\[0\] is {STATES}; allowed: 0 to {STATES - 1}"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            run(step, states)
+    assert torch.equal(kept["states"], before), "nothing is written"
+    hidden = run(step, [2])[0]
+    assert torch.equal(run(step, [4])[0], hidden) and torch.equal(kept["states"][4], kept["states"][2])
+    assert [slot for slot in range(STATES) if not torch.equal(kept["states"][slot], before[slot])] == [2, 4]
+
+
+def test_layers_without_any_keys_are_refused(table: Table) -> None:
+    table.tensors("delta")
+    table.experts, table.parts["lora"] = table.experts[1:], table.parts["lora"][1:]
+    for parts in (table.parts["norms"], table.parts["delta"], table.parts["mlp"], table.parts["routed"]):
+        parts.pop(0)
+    table.attention = lambda index: GatedDelta(**table.parts["delta"][index])  # type: ignore[method-assign]
+    assert refusal(table) == "layers: none has keys; expected attention in one at least"
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)
@@ -243,8 +337,8 @@ def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, nam
         del tensors[name]
     else:
         tensors[name] = None
-    if "bias" in name or (place == "attention" and name.endswith(("_norm", "sinks"))):
-        assert table.build().scratch_bytes == 0, "a layer may have no biases, no sinks, no norms of queries and keys"
+    if (place, name) in OPTIONAL:
+        assert table.build().scratch_bytes == 0
     else:
         assert refusal(table) == ABSENT.get((place, name), f"{prefix(place)}{name} is missing")
 

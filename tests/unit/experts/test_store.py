@@ -76,6 +76,49 @@ def test_fused_keys(tmp_path: Path, experts: ReferenceExperts) -> None:
     assert_holds(load(tmp_path), experts)
 
 
+@pytest.mark.parametrize("share", [range(1), range(1, 3), range(2, 3)])
+@pytest.mark.parametrize("expert_format", [None, "int8"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_share_of_the_experts_is_read_and_held_alone(
+    tmp_path: Path,
+    experts: ReferenceExperts,
+    tensors: dict[str, Tensor],
+    share: range,
+    expert_format: str | None,
+    is_fused: bool,
+) -> None:
+    fused = {
+        f"{KEY}.gate_up_proj": torch.cat([experts.gate, experts.up], dim=1),
+        f"{KEY}.down_proj": experts.down.clone(),
+    }
+    save_file(fused if is_fused else tensors, tmp_path / "model.safetensors")
+    whole = load(tmp_path, expert_format=expert_format)
+    part = load(tmp_path, expert_format=expert_format, share=share)
+    assert (part.shape.num_experts, part.first_expert) == (len(share), share.start)
+    assert part.resident_bytes * SHAPE.num_experts == whole.resident_bytes * len(share)
+    for own, number in enumerate(share):
+        for got, wanted in zip(part.layers[1].unpacked(own), whole.layers[1].unpacked(number), strict=True):
+            assert torch.equal(got, wanted)
+    with pytest.raises(InvalidValueError, match=f"expert {len(share)} is out of range"):
+        part.layers[1].unpacked(len(share))
+
+
+def test_shares_have_fingerprints_of_their_own(tmp_path: Path, experts: ReferenceExperts) -> None:
+    same = ReferenceExperts(*(one[:1].expand_as(one).clone() for one in (experts.gate, experts.up, experts.down)))
+    save_file(per_expert_tensors(same, KEY), tmp_path / "model.safetensors")
+    found = [load(tmp_path, share=share).fingerprint() for share in (range(1), range(1, 2), range(3))]
+    assert len(set(found)) == 3 and found[2] == load(tmp_path).fingerprint()
+
+
+@pytest.mark.parametrize(("share", "problem"), [(range(2, 5), "experts 2 to 4 are no part of 3"), (range(0), "is 0")])
+def test_a_share_beyond_the_experts_is_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], share: range, problem: str
+) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidValueError, match=problem):
+        load(tmp_path, share=share)
+
+
 def test_figures_and_progress(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     seen = []
@@ -361,7 +404,7 @@ def test_a_read_that_fails_says_where_and_why(tmp_path: Path, flags: int, size: 
     checkpoint = one_tensor_checkpoint(path, descriptor)
     os.close(descriptor)  # the checkpoint keeps its own
     with pytest.raises(_experts.NativeError) as refused:
-        _experts.load_layer(checkpoint, "m", 1, 3, 2, ("silu", 0, 0, False, False, False), "portable", 1, "", 1)
+        _experts.load_layer(checkpoint, "m", 1, 3, 2, ("silu", 0, 0, False, False, False), "portable", 1, "", 1, (0, 1))
     assert refused.value.args == ("bad_checkpoint", f"{path}: {message}")
 
 

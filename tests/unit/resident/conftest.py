@@ -37,7 +37,15 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin, dense_views
 from kt_runtime.resident.wakeup import Wakeup
-from kt_runtime.wire.messages import CacheTier, CrossEntropy, ExpertStreaming, GpuExperts, LoraSettings, Loss
+from kt_runtime.wire.messages import (
+    CacheTier,
+    CrossEntropy,
+    ExpertStreaming,
+    GpuExperts,
+    LoraSettings,
+    Loss,
+    RankStatus,
+)
 
 
 class FakeHost:
@@ -45,6 +53,7 @@ class FakeHost:
 
     engine_version = "fake"
     num_ranks = 1
+    has_whole_tensors = True
     device = torch.device("cpu")
     max_lora_rank = 16
     context_tokens = 256
@@ -183,6 +192,9 @@ class FakeHost:
             if self.move_error is None:
                 self.names[name] = lora_id
             done(self.move_error)
+
+    def ranks(self) -> list[RankStatus]:
+        return []
 
     def cache_tiers(self) -> list[CacheTier]:
         return [self.cache]

@@ -38,6 +38,12 @@ from kt_runtime.wire.messages import (
 from kt_runtime.wire.server import Incoming
 
 
+def ahead_of(resident: Resident) -> Any:
+    """What the handlers prepare ahead of a turn."""
+    assert isinstance(resident.handlers, handlers.SessionHandlers)
+    return resident.handlers._ahead
+
+
 class Inbox:
     """In the place of a WireServer: requests that arrived together, and the answers in their order."""
 
@@ -199,7 +205,7 @@ def test_a_small_session_s_publication_takes_the_turn_in_which_it_is_taken(
     assert resident._workers.finish(60)
     server.turn()
     assert [type(reply) for reply in inbox.replies] == [PublishReply]
-    assert len(server.host.placed) == 1 and not resident.handlers._ahead and not resident._workers._jobs
+    assert len(server.host.placed) == 1 and not ahead_of(resident) and not resident._workers._jobs
 
 
 def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
@@ -208,11 +214,11 @@ def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
     """The masters change before it is its turn: what it publishes is what they are then."""
     resident, inbox, server = trained
     server.send(*a_step(server.make_batch, "1"), (Publish(request_id="late", session="s", name="carol"), {}))
-    assert not resident.handlers._ahead
+    assert not ahead_of(resident)
     while len(inbox.replies) < 3:
         server.turn()
     server.send((Publish(request_id="again", session="s", name="dave"), {}))
-    assert resident.handlers._ahead == {"publish again"}
+    assert ahead_of(resident) == {"publish again"}
     while len(inbox.replies) < 4:
         server.turn()
     late, again = inbox.replies[2:]
@@ -229,12 +235,12 @@ def test_nothing_is_prepared_ahead_while_requests_may_be_open_that_were_not_anno
     inbox._waiting = [Incoming(request, arrays, b"", request.request_id) for request, arrays in (backward, step)]
     server.turn()
     server.send((Publish(request_id="publish", session="s", name="carol"), {}))
-    assert not resident.handlers._ahead
+    assert not ahead_of(resident)
     while len(inbox.replies) < 3:
         server.turn()
     server.turn()
     server.send((Publish(request_id="again", session="s", name="carol"), {}))
-    assert resident.handlers._ahead
+    assert ahead_of(resident)
     while len(inbox.replies) < 4:
         server.turn()
 
@@ -273,7 +279,7 @@ def test_what_is_prepared_ahead_is_small_and_of_a_session_that_exists(
     monkeypatch.setattr(handlers, "SMALL_BYTES", 1)
     server.send((Publish(request_id="large", session="s", name="carol"), {}))
     server.send((Publish(request_id="unknown", session="t", name="carol"), {}))
-    assert not resident.handlers._ahead
+    assert not ahead_of(resident)
     while len(inbox.replies) < 2:
         server.turn()
     replies = {reply.request_id: reply for reply in inbox.replies}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from reference.expert_problems import present
 from reference.lora import huge_adapter, random_adapter, write_adapter
 
 from kt_runtime.adapters import content_hash
@@ -24,6 +25,7 @@ from kt_runtime.errors import (
     AdapterError,
     ConflictError,
     InvalidValueError,
+    KtError,
     NotFoundError,
     NumericsError,
     RuntimeFault,
@@ -31,8 +33,10 @@ from kt_runtime.errors import (
 )
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
+from kt_runtime.resident.handlers import SessionHandlers
 from kt_runtime.resident.scheduler import Slice, Work
 from kt_runtime.resident.server import Resident
+from kt_runtime.resident.training.session import Session
 from kt_runtime.wire import messages
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
@@ -101,6 +105,11 @@ class Engine:
         return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
 
 
+def sessions_of(resident: Resident) -> dict[str, Session]:
+    assert isinstance(resident.handlers, SessionHandlers)
+    return resident.handlers._sessions
+
+
 @pytest.fixture
 def start(make_host: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
@@ -148,14 +157,14 @@ def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, 
     assert status.weights_shared_bytes > status.expert_bytes > 0
     assert status.rss_bytes > 10**8
     assert status.cache == engine.host.cache_tiers()
-    assert status.fingerprint == hash_weights(engine.resident.twin.views(), engine.host.experts)
+    assert status.fingerprint == hash_weights(present(engine.resident.twin).views(), engine.host.experts)
 
 
 def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:
     before = client.status().fingerprint
     info = client.create_session("a", LORA)
     assert info.step == 0
-    assert info.num_parameters == sum(v.numel() for v in engine.resident.handlers._sessions["a"].parameters.values())
+    assert info.num_parameters == sum(v.numel() for v in sessions_of(engine.resident)["a"].parameters.values())
     losses = train(client, "a", 6)
     assert losses[-1] < losses[0]
     published = client.publish("a", "bob")
@@ -193,7 +202,7 @@ def test_masters_that_are_not_finite_are_refused_and_the_version_before_stays(
     train(client, "a", 1)
     first = client.publish("a", "bob")
     train(client, "a", 1)
-    session = engine.resident.handlers._sessions["a"]
+    session = sessions_of(engine.resident)["a"]
     name = "model.layers.1.mlp.experts.up_proj.lora_B"
     session.parameters[name].data[2, 1, 0] = value
     session.copies.replaced([name])
@@ -299,7 +308,7 @@ def test_mistakes_are_answered_and_change_nothing(client: ResidentClient, tmp_pa
 def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, client: ResidentClient) -> None:
     client.create_session("a", LORA)
     client.forward_backward("a", sequences())
-    session = engine.resident.handlers._sessions["a"]
+    session = sessions_of(engine.resident)["a"]
     before = {name: value.detach().clone() for name, value in session.parameters.items()}
     next(iter(session.gradient.values())).fill_(float("nan"))
     with pytest.raises(NumericsError, match="no step was made"):
@@ -317,7 +326,7 @@ def test_a_fault_of_ours_is_answered_and_the_engine_continues(
         patch.setattr(engine.resident.twin, "final_norm", lambda hidden: 1 / 0)
         with pytest.raises(RuntimeFault, match="ZeroDivisionError"):
             client.forward_backward("a", sequences())
-    assert not engine.resident.handlers._sessions["a"].gradient
+    assert not sessions_of(engine.resident)["a"].gradient
     train(client, "a", 1)
 
 
@@ -417,11 +426,62 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     for payload in engine.payloads:
         follower.apply(payload)
         follower.turn()
-    ours = engine.resident.handlers._sessions["a"].parameters
-    theirs = follower.handlers._sessions["a"].parameters
+    ours = sessions_of(engine.resident)["a"].parameters
+    theirs = sessions_of(follower)["a"].parameters
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert set(other.installed) == {published.lora_id}
     assert [info.current for info in follower.publisher.adapters()] == [published.version]
+    follower.close()
+
+
+def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    host, other = make_host(), make_host()
+    for each in (host, other):
+        each.num_ranks, each.has_whole_tensors = 2, False
+    (tmp_path / "0").mkdir()
+    adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=0)
+    path = write_adapter(tmp_path / "saved", adapter)
+    engine = Engine(host, tmp_path / "0")
+    follower = Resident(other, engine.settings, None)
+    try:
+        with engine.client() as client:
+            with pytest.raises(ConflictError, match=r"this server has 2 ranks .* serve only"):
+                client.create_session("a", LORA)
+            loaded = client.load_adapter("bob", str(path))
+            status = client.status()
+            assert (status.sessions, status.weights_shared_bytes) == ([], 0)
+    finally:
+        engine.close()
+    for payload in engine.payloads:
+        follower.follow()
+        follower.apply(payload)
+        follower.turn()
+    assert set(host.installed) == set(other.installed) == {loaded.lora_id}
+    assert [info.current for info in follower.publisher.adapters()] == [loaded.version]
+    follower.close()
+
+
+def test_a_rank_that_can_not_prepare_what_rank_0_has_does_not_go_on(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Requests for the adapter would come to it, and the ranks' batches would differ."""
+    host, other = make_host(), make_host()
+    host.num_ranks = other.num_ranks = 2
+    (tmp_path / "0").mkdir()
+    path = write_adapter(tmp_path / "saved", random_adapter(host.config, rank=4, alpha=8.0, seed=0))
+    engine = Engine(host, tmp_path / "0")
+    follower = Resident(other, engine.settings, None)
+    try:
+        with engine.client() as client:
+            client.load_adapter("bob", str(path))
+    finally:
+        engine.close()
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(KtError, match="saved"):
+        for payload in engine.payloads:
+            follower.apply(payload)
     follower.close()
 
 
@@ -550,7 +610,7 @@ def test_the_command_lists_and_closes_sessions(
     monkeypatch.setenv("COLUMNS", "160")
     client.create_session("left", LORA, publishes="bob")
     client.create_session("busy", LORA)
-    engine.resident.handlers._sessions["left"].used_at -= 7300.0
+    sessions_of(engine.resident)["left"].used_at -= 7300.0
     assert main(["session", "list"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("left") < shown.index("busy") and "bob" in shown and "2.0 h ago" in shown

@@ -383,7 +383,8 @@ def test_options_are_taken_as_peers_users_type_them(arguments: list[str], monkey
         (["--tool-call-parser", "qwenn"], r"argument --tool-call-parser: invalid choice: 'qwenn'"),
         (["--log-level"], r"argument --log-level: expected one argument"),
         (["--kt-method", "AMXINT4"], r"--kt-method can't be passed on.*--expert-format"),
-        (["--tp-size", "2"], r"--tp-size can't be passed on.*one rank"),
+        (["--tensor-parallel-size", "2"], r"--tensor-parallel-size can't be passed on.*--tp-size"),
+        (["--tp-size", "3"], r"--tp-size 3: 4 attention heads can't be split evenly over 3 ranks"),
         (["--served-model-name", "a:b"], r"--served-model-name 'a:b': allowed are letters"),
     ],
 )

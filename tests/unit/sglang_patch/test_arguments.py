@@ -65,6 +65,16 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
     assert parsed.disable_shared_experts_fusion
 
 
+@pytest.mark.parametrize(("ranks", "grammars"), [(1, None), (2, "none")])
+def test_experts_are_split_by_expert_over_all_ranks(
+    parser: argparse.ArgumentParser, tmp_path: Path, ranks: int, grammars: str | None
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", tp_size=ranks)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=True))
+    assert (parsed.tp_size, parsed.ep_size, parsed.grammar_backend) == (ranks, ranks, grammars)
+
+
 @pytest.mark.parametrize(
     ("on_cpu", "no_graphs", "backend"),
     [(False, False, "breakable"), (False, True, "disabled"), (True, False, "disabled")],
@@ -213,7 +223,8 @@ def test_a_model_with_states_has_pages_of_one_token_and_a_pool_for_its_streams(
             "14: .* at least 15 slots for --max-running-requests 5",
         ),
         ({"passed_on": ("--page-size=8",)}, True, "--page-size 8: qwen3_next keeps a state"),
-        ({"cache_host_bytes": 1 << 30}, True, "--cache-host.* qwen3_next keeps a state .* no room"),
+        ({"cache_disk_bytes": 1 << 30}, True, "--cache-disk: qwen3_next keeps a state .* record for each token"),
+        ({"cache_page_tokens": 8}, True, "--cache-page-tokens 8: qwen3_next keeps a state .* pages of 1 token"),
         ({}, False, "qwen3_next keeps a state .* CPU only"),
     ],
 )

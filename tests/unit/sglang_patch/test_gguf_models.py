@@ -1,7 +1,8 @@
 """GGUF files in SGLang's own scheduler, with linear layers that stay quantized, and dequantized.
 
-Of five families against Hugging Face in float32: llama.cpp's order of Mixtral's query and key rows, and its names. Of
-Qwen3 and DeepSeek, in every type of a linear layer: the step, SGLang's modules and training, bit by bit.
+Of nine families against Hugging Face in float32: the names of llama.cpp, its order of rows and columns, and what it
+computes of numbers. Of Qwen3 and DeepSeek, in every type of a linear layer: the step, SGLang's modules and training,
+bit by bit.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from reference import lora
-from reference.checkpoints.gguf_models import dequantized, requantize
+from reference.checkpoints.gguf_models import dequantized, expressible, requantize
+from reference.checkpoints.transformers_checkpoint import save
+from reference.delta_net import hugging_face_in_float64
 from reference.resident.native_step import installed, prompt
 from reference.resident.scheduler import Engine, engine
 from reference.server.greedy import load_hugging_face, logprobs_of
 from reference.server.random_traffic import Row, Trainer
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.experts.packed.weight import PackedWeight
-from kt_runtime.families.gguf import DENSE_TYPES
+from kt_runtime.families import family_for
+from kt_runtime.families.gguf import DENSE_TYPES, packed_tensors
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.models.report import resolve_model
@@ -32,17 +37,28 @@ from kt_runtime.wire.messages import STEP_RUNNING
 LENGTHS = (2, 9, 70)
 MODELS = (None, "one")  # the base, and an adapter
 LOGPROB_TOLERANCE = 1e-4  # 5.4e-5 measured, with GLM-4.7-Flash
-EXPERTS = {"_exps": "Q8_0"}
-ALL = {**EXPERTS, "attn_v.": "Q5_0", "attn_output.": "Q8_0", "output.": "MXFP4", "attn_q.": "Q4_0", "attn_k.": "Q8_0"}
+EXPERTS = {"_exps.weight": "Q8_0"}
+ALL = {
+    **EXPERTS,
+    "attn_v.weight": "Q5_0",
+    "attn_output.weight": "Q8_0",
+    "output.weight": "MXFP4",
+    "attn_q.weight": "Q4_0",
+    "attn_k.weight": "Q8_0",
+}
 
 
-# By preset: types, and the parts of a layer that stay quantized then.
+# By preset: types, and the parts of a layer that stay quantized then; None: its layers differ.
 SERVED = {
     "tiny-mixtral": (ALL, 2),
     "tiny-olmoe": (EXPERTS, 0),
     "tiny-glm4-moe": (ALL, 2),
     "tiny-minimax-m2": (ALL, 2),
     "tiny-glm4-moe-lite": (ALL, 1),
+    "tiny-gpt-oss": ({**ALL, "_exps.weight": "MXFP4"}, 2),
+    "tiny-llama4": (ALL, 2),
+    "tiny-qwen3-next": (EXPERTS, None),
+    "tiny-qwen3-5-moe-text": (ALL, None),
 }
 
 
@@ -52,20 +68,28 @@ def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
 ) -> None:
     types, kept = SERVED[preset]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = make_model(preset, tmp_path / "model", seed=5)
+    if family_for(expressible(preset).config).keeps_states:  # made weights let states grow, and rounding with them
+        save(expressible(preset), tmp_path / "model", torch.bfloat16, fused=True, seed=5)
+    else:
+        make_model(expressible(preset), tmp_path / "model", seed=5)
+    model = tmp_path / "model"
     write_gguf_model(model, tmp_path / "bf16.gguf")
     requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", types)
     plain = load_hugging_face(dequantized(model, tmp_path / "whole.gguf", tmp_path / "plain"))
     with engine(resolve_model(str(tmp_path / "whole.gguf")).directory) as running:
         prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
         running.run(*(running.request(rid, tokens, logprob_start_len=0) for rid, tokens in prompts.items()))
-        assert native_step.state() == STEP_RUNNING
+        family = family_for(running.config)
+        assert (native_step.state() == STEP_RUNNING) == (family.decoder_stack(running.config) is not None)
         weights = named_tensors(running.scheduler.tp_worker.model_runner.model).items()
         packed = [name for name, weight in weights if isinstance(weight, PackedWeight)]
-        layers = running.config["num_hidden_layers"]
-        assert len(packed) == (kept * layers + 1 if kept else 0)
+        kept_names, sources = packed_tensors(running.config), family.twin_sources(running.config)
+        assert len(packed) == len({source.source for source in sources if source.name in kept_names})
+        if kept is not None:
+            assert len(packed) == (kept * running.config["num_hidden_layers"] + 1 if kept else 0)
         for rid, tokens in prompts.items():
-            expected = logprobs_of(plain, tokens + running.tokens[rid])
+            with hugging_face_in_float64():
+                expected = logprobs_of(plain, tokens + running.tokens[rid])
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
             assert np.std(expected) > 0.1
             assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE

@@ -59,6 +59,15 @@ struct SuperFactors {
   __m512 scale[kBlocks], least[kBlocks];
 };
 
+// The lines of a tile's first block, `ahead` lines before they are read, and on into the stream's next block.
+inline PrefetchCursor prefetch_ahead(const IntegerTile& t, int64_t ahead) {
+  ahead = ahead < t.block_lines ? ahead : t.block_lines - 1;
+  return {.at = t.blocks[0].lines + ahead * kLineBytes,
+          .until_turn = t.block_lines - ahead,
+          .turn_bytes = t.turn,
+          .run = t.block_lines};
+}
+
 // A register tile: `run` is all of it.
 template <class Dot, Encoding kEncoding, Factors kFactors, int kRows, int kBlocks>
 class FewRows {
@@ -66,6 +75,7 @@ class FewRows {
   using Unit = Nibbles<kBytes ? Encoding::kInt4 : kEncoding>;
   static constexpr int kColumns = kBytes ? kQuantizeUnit : Unit::kColumns;
   static constexpr int kLines = kBytes ? kQuantizeUnit / 4 : Unit::kAllLines;
+  static constexpr int kCodeBytes = Dot::template kCodeBytes<kEncoding>;
   static constexpr int kChains = kFewChains<kRows, kBlocks>;
   static constexpr bool kHighInPlace = kEncoding == Encoding::kInt4 && kChains == 2 && Dot::kHighInPlace;
   static constexpr int64_t kScaleBytes = kFactors == Factors::kNone ? 0 : kFactors == Factors::kHalf ? 32 : 16;
@@ -84,8 +94,7 @@ class FewRows {
         a_(t_.a, t_.lda),
         lines_(t_.blocks[0].lines, t_.block_bytes),
         scales_(static_cast<const uint8_t*>(t_.blocks[0].group_scales), t_.block_bytes),
-        ahead_(prefetch_ahead(t_.shape, t_.blocks[0].lines, kBlocks, t_.ahead / (kLines * kLineBytes) * kLines, 0)) {
-    ahead_.turn_bytes = t_.turn;
+        ahead_(prefetch_ahead(t_, t_.ahead / (kLines * kLineBytes) * kLines)) {
     for (int r = 0; r < kRows; ++r) {
       for (int b = 0; b < kBlocks; ++b) total_.at[r][b] = _mm512_setzero_ps();
     }
@@ -105,7 +114,7 @@ class FewRows {
       add_lines_of_nibbles(ahead, sum);
     }
     finish(g, sum);
-    a_.advance(kColumns);
+    a_.advance(kColumns * kCodeBytes);
     lines_.move(kLines * kLineBytes);
     scales_.move(kScaleBytes);
   }
@@ -149,7 +158,7 @@ class FewRows {
       for (int b = 0; b < kBlocks; ++b) w[b] = _mm512_load_si512(lines_.of(b) + i * kLineBytes);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const auto x = Dot::codes(a_.at(r) + i * 4);
+        const auto x = Dot::template codes<kEncoding>(a_.at(r) + i * 4 * kCodeBytes);
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
           Lanes& to = sum.at[r][b][i % kChains];
@@ -186,7 +195,9 @@ class FewRows {
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Codes x[2] = {Dot::codes(a_.at(r) + kLine * 8), Dot::codes(a_.at(r) + kLine * 8 + 4)};
+      const auto* from = a_.at(r) + kLine * 8 * kCodeBytes;
+      const typename Dot::template Codes<kEncoding> x[2] = {Dot::template codes<kEncoding>(from),
+                                                            Dot::template codes<kEncoding>(from + 4 * kCodeBytes)};
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) {
         auto& to = sum.at[r][b];

@@ -3,7 +3,8 @@
 // Up to 6 rows x 2 blocks of 16 rows of weights: 12 registers of int32 sums of the group and 12 of float32 totals at
 // most, 2 of weights (4 for int4), 1 of broadcast activations, 1 mask. Totals in memory would allow a larger tile, but
 // each group would wait for the stores of its totals (two cycles each on Zen 4). Few rows: integer_few.h.
-// Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights: unsigned codes, a line of
+// Activations: codes in the order of the columns (but integer_dot.h, DotMadd); 4 columns are one broadcast dword, or
+// two. Weights: unsigned codes, a line of
 // bytes is an operand as it lies; a line of int4 becomes two by `and` and a shift. The zero point enters as
 // the start of a sum: -zero * (sum of the activations' codes). A minimum is taken from the total: minimum * scale of
 // the activations * (sum of their codes).
@@ -127,9 +128,12 @@ inline __m512i levels(__m512i nibbles, __m512i high) {
 
 // Adds the products of two lines.
 template <class Dot, Encoding kEncoding>
-inline Lanes add_line_pair(Lanes sum, const __m512i (&w)[2], const typename Dot::Codes (&x)[2]) {
-  if constexpr (kEncoding == Encoding::kIq4) return Dot::add(Dot::add(sum, w[0], x[0]), w[1], x[1]);
-  return Dot::add_two(sum, w, x);
+inline Lanes add_line_pair(Lanes sum, const __m512i (&w)[2], const typename Dot::template Codes<kEncoding> (&x)[2]) {
+  if constexpr (takes_lines(kEncoding)) {
+    return Dot::add(Dot::add(sum, w[0], x[0]), w[1], x[1]);
+  } else {
+    return Dot::add_two(sum, w, x);
+  }
 }
 
 // Adds the products of a unit of lines of nibbles. Few rows prefetch `ahead`
@@ -138,6 +142,7 @@ template <class Dot, Encoding kEncoding, int kRows, int kBlocks, bool kFew>
 inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a,
                         Sums<kRows, kBlocks>& sum) {
   using Unit = Nibbles<kEncoding>;
+  constexpr int kCodeBytes = Dot::template kCodeBytes<kEncoding>;
   __m512i high[kBlocks];
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b)
@@ -155,7 +160,9 @@ inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRo
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Codes x[2] = {Dot::codes(a.at(r) + kLine * 8), Dot::codes(a.at(r) + kLine * 8 + 4)};
+      const auto* from = a.at(r) + kLine * 8 * kCodeBytes;
+      const typename Dot::template Codes<kEncoding> x[2] = {Dot::template codes<kEncoding>(from),
+                                                            Dot::template codes<kEncoding>(from + 4 * kCodeBytes)};
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = add_line_pair<Dot, kEncoding>(sum.at[r][b], w[b], x);
     }
@@ -169,6 +176,7 @@ inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRo
 template <class Dot, int kRows, int kBlocks, bool kFew>
 inline void add_bytes(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
   constexpr int kColumns = 4, kLines = kQuantizeUnit / kColumns;
+  constexpr int kStep = kColumns * Dot::template kCodeBytes<Encoding::kInt8>;
 #pragma GCC unroll 8
   for (int i = 0; i < kLines; ++i) {
     if constexpr (kFew) prefetch_lines<kBlocks, typename Dot::Ahead>(lines, i * kLineBytes + ahead);
@@ -177,7 +185,7 @@ inline void add_bytes(const uint8_t* const* lines, int64_t ahead, const CodeRows
     for (int b = 0; b < kBlocks; ++b) w[b] = _mm512_load_si512(lines[b] + i * kLineBytes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const auto x = Dot::codes(a.at(r) + i * kColumns);
+      const auto x = Dot::template codes<Encoding::kInt8>(a.at(r) + i * kStep);
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = Dot::add(sum.at[r][b], w[b], x);
     }
@@ -189,7 +197,8 @@ inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, k
   constexpr bool kBytes = kEncoding == Encoding::kInt8;
   constexpr int64_t kColumns = kBytes ? kQuantizeUnit : Nibbles<kEncoding>::kColumns;
   constexpr int64_t kUnitBytes = kBytes ? kBlockRows * kQuantizeUnit : Nibbles<kEncoding>::kAllLines * kLineBytes;
-  CodeRows<kRows> a(t.a + span.col, t.lda);
+  constexpr int kCodeBytes = Dot::template kCodeBytes<kEncoding>;
+  CodeRows<kRows> a(t.a + span.col * kCodeBytes, t.lda);
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
   const int64_t ahead = stream_ahead(t, span);
@@ -200,7 +209,7 @@ inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, k
     } else {
       add_nibbles<Dot, kEncoding, kRows, kBlocks, kFew>(lines, ahead, a, sum);
     }
-    a.advance(kColumns);
+    a.advance(kColumns * kCodeBytes);
     for (int b = 0; b < kBlocks; ++b) lines[b] += kUnitBytes;
   } while ((left -= kColumns) > 0);
 }

@@ -48,6 +48,11 @@ void normalise_row(const NormRows& p, int64_t row) {
   if (p.inverse) p.inverse[row] = inverse;
   const T* weight = static_cast<const T*>(p.weight);
   T* y = p.y.row<T>(row);
+  if (p.offset) {
+    for (int64_t k = 0; k < p.cols; ++k)
+      y[k] = narrow_of<T>((1.0f + wide_of(weight[k])) * (wide_of(values[k]) * inverse));
+    return;
+  }
   for (int64_t k = 0; k < p.cols; ++k) {
     const float rounded = wide_of(narrow_of<T>(wide_of(values[k]) * inverse));
     y[k] = narrow_of<T>(wide_of(weight[k]) * rounded);

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
-from kt_runtime.bench.serve.quantized.mix import MIXES, type_of
+from kt_runtime.bench.serve.gguf.mix import MIXES, type_of
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.errors import CheckpointError, UnknownNameError
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
@@ -125,7 +125,8 @@ def test_keys_are_the_config_s(qwen: Any, deepseek: Any) -> None:
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_mix_s_matrices_are_blocks_of_the_checkpoint_s_values(mix: str, qwen: Any, tmp_path: Path) -> None:
-    """Within half a step of the largest value of a block: 1 / 31 of it in five bits, 1 / 127 in eight."""
+    """Within half a step of the largest value of a block: 1 / 31 of it in five bits, 1 / 127 in eight, a quarter in
+    e2m1, whose scales are powers of two."""
     _, tensors, _ = qwen
     model = make_model("tiny-qwen3-moe", tmp_path / "m")
     write_gguf_model(model, tmp_path / "model.gguf", mix)
@@ -139,11 +140,13 @@ def test_a_mix_s_matrices_are_blocks_of_the_checkpoint_s_values(mix: str, qwen: 
         ),
     }
     for name, values_wanted in wanted.items():
-        assert stored[name].tensor_type.name == ("Q8_0" if mix == "Q8_0" else "Q5_0")
+        kind = {"Q8_0": "Q8_0", "Q4_K_M": "Q5_0", "MXFP4_MOE": "MXFP4" if "_exps" in name else "Q8_0"}[mix]
+        assert stored[name].tensor_type.name == kind
         found = gguf.quants.dequantize(np.array(stored[name].data), stored[name].tensor_type)
         assert found.shape == values_wanted.shape
         largest = np.abs(values_wanted.float().numpy()).max()
-        assert np.abs(found - values_wanted.float().numpy()).max() < largest / (100 if mix == "Q8_0" else 15)
+        part = {"Q8_0": 100, "Q5_0": 15, "MXFP4": 3}[kind]
+        assert np.abs(found - values_wanted.float().numpy()).max() < largest / part
     assert all(stored[name].tensor_type.name == "F32" for name in ("output_norm.weight", "blk.0.ffn_gate_inp.weight"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kt_runtime.serve.models.presets import load_preset
 
 LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
 QWEN, DEEPSEEK = load_preset("bench-qwen3-moe").config, load_preset("bench-deepseek-v3").config
+GPT_OSS, QWEN3_5 = load_preset("bench-gpt-oss").config, load_preset("bench-qwen3-5-moe").config
 
 
 def same(expected: Any) -> Any:
@@ -108,10 +110,32 @@ def test_a_prompt_s_operations_are_those_of_its_matrices_and_its_triangle_of_att
     assert (absorbed, expanded) == (2 * 12 * 16 * (2 * 256 + 32), 2 * 12 * 16 * (64 + 32 + 64))
 
 
-def test_both_bench_presets_have_about_as_many_parameters() -> None:
-    works = [model_work(config, "bfloat16") for config in (QWEN, DEEPSEEK)]
-    totals = [work.dense_parameters + work.moe_layers * 64 * work.expert_parameters for work in works]
-    assert all(1.1e9 < total < 1.3e9 for total in totals)
+def test_a_window_bounds_what_a_token_sees() -> None:
+    """Of twelve layers six see 128 tokens at most."""
+    work, key_bytes = model_work(GPT_OSS, "bfloat16"), 2 * 3 * 64 * 2
+    for context, of_six in ((100, 100), (1000, 128)):
+        read = work.decode(2, context, 20.0).weight_bytes - work.decode(2, 0, 20.0).weight_bytes
+        assert read == same(2 * 6 * (context + of_six) * key_bytes)
+    plain = work.prefill(1).operations["bf16"] - 2 * work.head_parameters
+    attention = work.prefill(1000).operations["bf16"] - 2 * work.head_parameters - 1000 * plain
+    pairs = 6 * (1000 * 1001 / 2 + 128 * 129 / 2 + 872 * 128) - 12 * 1000  # a token alone sees itself
+    assert attention == pytest.approx(pairs * 2 * 24 * 2 * 64, rel=1e-9)
+
+
+def test_a_step_reads_and_writes_the_states_of_gated_deltanet_layers() -> None:
+    work = model_work(QWEN3_5, "bfloat16")
+    state, inputs = 9 * 16 * 128 * 128, 9 * (2 * 8 + 16) * 128 * 3
+    more = work.decode(5, 0, 20.0).weight_bytes - work.decode(4, 0, 20.0).weight_bytes
+    assert more == 2 * (state * 4 + inputs * 2)
+    assert work.decode(1, 100, 4.0).weight_bytes - work.decode(1, 0, 4.0).weight_bytes == 100 * 3 * 2 * 2 * 256 * 2
+    stateless = replace(work, state_numbers=0)
+    assert work.prefill(7).operations["bf16"] - stateless.prefill(7).operations["bf16"] == 7 * 6 * state
+
+
+def test_all_bench_presets_have_about_as_many_parameters() -> None:
+    works = [model_work(config, "bfloat16") for config in (QWEN, DEEPSEEK, GPT_OSS, QWEN3_5)]
+    totals = [work.dense_parameters + work.moe_layers * work.num_experts * work.expert_parameters for work in works]
+    assert all(1.1e9 < total < 1.35e9 for total in totals)
 
 
 def test_a_row_is_held_against_the_limit_by_its_median() -> None:

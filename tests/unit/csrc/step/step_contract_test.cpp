@@ -126,6 +126,8 @@ void test_contract(const kt::Tiles& tiles, Report& report) {
       {.name = "grouped-query, routed, bf16", .bf16 = true},
       {.name = "grouped-query, shared experts, bf16", .bf16 = true, .top_k = 3, .is_mixed = true},
       {.name = "grouped-query, groups, bf16", .bf16 = true, .top_k = 3, .is_mixed = true, .in_groups = true},
+      {.name = "hybrid, float32", .is_mixed = true, .is_hybrid = true, .by_key_head = true},
+      {.name = "hybrid, bf16", .bf16 = true, .top_k = 3, .is_mixed = true, .is_hybrid = true},
       {.name = "latent, routed, bf16", .bf16 = true, .normalises = false, .is_latent = true},
       {.name = "latent, groups, float32", .top_k = 3, .is_latent = true, .is_mixed = true, .in_groups = true},
       {.name = "latent, groups, bf16",

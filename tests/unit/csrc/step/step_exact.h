@@ -15,10 +15,14 @@ class ExactStep {
     for (const int64_t id : ids) hidden.push_back(row_of(model.embedding, id));
     for (size_t i = 0; i < model.layers.size(); ++i) {
       const Layer& layer = model.layers[i];
-      model.kind.is_latent ? add_latent(layer) : add_grouped_query(layer);
+      if (layer.is_delta) {
+        add_gated_delta(layer);
+      } else {
+        model.kind.is_latent ? add_latent(layer) : add_grouped_query(layer);
+      }
       for (Row& row : hidden) {
         const Row x = normed(row, layer.post_norm);
-        if (layer.gate_up.weight.present()) add(row, mlp(layer, x));
+        if (layer.gate_up.weight.present()) add(row, mlp(layer, x), mlp_gate(layer, x));
         if (layer.is_routed && i != without_experts) add(row, routed(layer, x));
       }
     }
@@ -28,7 +32,12 @@ class ExactStep {
   std::vector<Row> hidden;  // after the final norm, by token
 
  private:
-  static Row normed(const Row& x, const Tensor& weight) { return kt_test::normed(x, row_of(weight, 0), kEpsilon); }
+  Row normed(const Row& x, const Tensor& weight) const {
+    Row weights = row_of(weight, 0);
+    for (double& value : weights) value += model_.kind.is_hybrid ? 1 : 0;
+    return kt_test::normed(x, weights, kEpsilon);
+  }
+  static double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
   static Row part(const Row& x, int64_t first, int64_t size) { return {x.begin() + first, x.begin() + first + size}; }
   static Row joined(Row first, const Row& second) {
     first.insert(first.end(), second.begin(), second.end());
@@ -72,19 +81,98 @@ class ExactStep {
 
   void add_grouped_query(const Layer& layer) {
     std::vector<Row> keys[kKeyHeads], values[kKeyHeads];
+    const bool is_gated = model_.kind.is_hybrid;  // each head's gates are behind its query
+    const int64_t distance = is_gated ? 2 * kSize : kSize, queries = kHeads * distance;
     for (size_t t = 0; t < hidden.size(); ++t) {
       const Row x = product(layer.qkv, normed(hidden[t], layer.input_norm));
       for (int64_t head = 0; head < kKeyHeads; ++head) {
-        keys[head].push_back(rotated(normed(part(x, kQueries + head * kSize, kSize), layer.key_norm), t));
-        values[head].push_back(part(x, kQueries + kKeys + head * kSize, kSize));
+        keys[head].push_back(rotated(normed(part(x, queries + head * kSize, kSize), layer.key_norm), t));
+        values[head].push_back(part(x, queries + kKeys + head * kSize, kSize));
       }
       Row attended;
       for (int64_t head = 0; head < kHeads; ++head) {
         const int64_t key_head = head / (kHeads / kKeyHeads);
-        const Row query = rotated(normed(part(x, head * kSize, kSize), layer.query_norm), t);
-        attended = joined(attended, attend(query, keys[key_head], values[key_head], kSize));
+        const Row query = rotated(normed(part(x, head * distance, kSize), layer.query_norm), t);
+        Row result = attend(query, keys[key_head], values[key_head], kSize);
+        for (size_t i = 0; is_gated && i < result.size(); ++i)
+          result[i] *= sigmoid(x[static_cast<size_t>(head * distance + kSize) + i]);
+        attended = joined(attended, result);
       }
       add(hidden[t], product(layer.out, attended));
+    }
+  }
+
+  // Of a projection's result the columns of channel c, of the gate of a result, and of strength or decay of a head:
+  // part after part, or of each key head with its value heads.
+  int64_t channel_at(int64_t c) const {
+    if (!model_.kind.by_key_head) return c;
+    const int64_t size = c < 2 * kDeltaKeys ? kDeltaKey : kValues, first = c < kDeltaKeys ? 0 : kDeltaKeys;
+    const int64_t of_values = c - 2 * kDeltaKeys, within = c < 2 * kDeltaKeys ? c - first : of_values;
+    const int64_t before = c < kDeltaKeys ? 0 : c < 2 * kDeltaKeys ? kDeltaKey : 2 * kDeltaKey;
+    return within / size * 2 * (kDeltaKey + kValues) + before + within % size;
+  }
+  int64_t gate_at(int64_t c) const {
+    if (!model_.kind.by_key_head) return kChannels + c;
+    return c / kValues * 2 * (kDeltaKey + kValues) + 2 * kDeltaKey + kValues + c % kValues;
+  }
+  int64_t rate_at(int64_t head, bool is_decay) const {
+    if (!model_.kind.by_key_head) return head + (is_decay ? kDeltaHeads : 0);
+    return (head / kGroup * 2 + (is_decay ? 1 : 0)) * kGroup + head % kGroup;
+  }
+
+  // SiLU of the filtered channels of token t.
+  Row filtered(const Layer& layer, const std::vector<Row>& inputs, size_t t) const {
+    Row y(kChannels, 0.0);
+    for (int64_t c = 0; c < kChannels; ++c) {
+      double sum = 0;
+      for (int64_t j = 0; j < kTaps; ++j) {
+        const int64_t from = static_cast<int64_t>(t) - kTaps + 1 + j;
+        if (from >= 0)
+          sum += layer.filter[c * kTaps + j] * inputs[static_cast<size_t>(from)][static_cast<size_t>(channel_at(c))];
+      }
+      y[static_cast<size_t>(c)] = sum * sigmoid(sum);
+    }
+    return y;
+  }
+  static Row unit(Row x) {
+    double sum = 1e-6;
+    for (const double value : x) sum += value * value;
+    for (double& value : x) value /= std::sqrt(sum);
+    return x;
+  }
+
+  void add_gated_delta(const Layer& layer) {
+    std::vector<Row> inputs;
+    std::vector<Row> state(kDeltaHeads * kDeltaKey, Row(kDeltaValue, 0.0));
+    for (size_t t = 0; t < hidden.size(); ++t) {
+      const Row x = normed(hidden[t], layer.input_norm), rates = product(layer.gates, x);
+      inputs.push_back(product(layer.inputs, x));
+      const Row y = filtered(layer, inputs, t);
+      Row results;
+      for (int64_t head = 0; head < kDeltaHeads; ++head) {
+        const Row query = unit(part(y, head / kGroup * kDeltaKey, kDeltaKey));
+        const Row key = unit(part(y, kDeltaKeys + head / kGroup * kDeltaKey, kDeltaKey));
+        const double raw = rates[static_cast<size_t>(rate_at(head, true))] + layer.rate_bias[head];
+        const double decay = std::exp(-std::exp(layer.log_rate[head]) * std::log1p(std::exp(raw)));
+        const double strength = sigmoid(rates[static_cast<size_t>(rate_at(head, false))]);
+        Row change = part(y, 2 * kDeltaKeys + head * kDeltaValue, kDeltaValue), result(kDeltaValue, 0.0);
+        Row* rows = &state[static_cast<size_t>(head * kDeltaKey)];
+        for (int64_t k = 0; k < kDeltaKey; ++k) {
+          for (double& value : rows[k]) value *= decay;
+          add(change, rows[k], -key[static_cast<size_t>(k)]);
+        }
+        for (int64_t k = 0; k < kDeltaKey; ++k) {
+          add(rows[k], change, strength * key[static_cast<size_t>(k)]);
+          add(result, rows[k], query[static_cast<size_t>(k)] / std::sqrt(kDeltaKey));
+        }
+        result = kt_test::normed(result, row_of(layer.delta_norm, 0), kEpsilon);
+        for (int64_t i = 0; i < kDeltaValue; ++i) {
+          const double gate = inputs[t][static_cast<size_t>(gate_at(head * kDeltaValue + i))];
+          result[static_cast<size_t>(i)] *= gate * sigmoid(gate);
+        }
+        results = joined(results, result);
+      }
+      add(hidden[t], product(layer.out, results));
     }
   }
 
@@ -141,6 +229,9 @@ class ExactStep {
     const auto inner = static_cast<int64_t>(both.size() / 2);
     return product(layer.down, swiglu(part(both, 0, inner), part(both, inner, inner)));
   }
+  double mlp_gate(const Layer& layer, const Row& x) const {
+    return layer.mlp_gate.present() ? sigmoid(times(layer.mlp_gate, 0, kHidden, 1, x)[0]) : 1;
+  }
   Row routed(const Layer& layer, const Row& x) const {
     const Kind& kind = model_.kind;
     const Row logits = times(layer.gate, 0, kHidden, kExperts, x);
@@ -167,6 +258,7 @@ class ExactStep {
     });
   }
 
+  static constexpr int64_t kGroup = kDeltaHeads / kDeltaKeyHeads, kValues = kGroup * kDeltaValue;
   const Model& model_;
   const int64_t adapter_;
 };

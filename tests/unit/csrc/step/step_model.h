@@ -1,5 +1,5 @@
-// A tiny decoder stack for the tests of the step, of every kind: grouped-query or latent attention, dense MLPs, shared
-// and routed experts in any format, both routers, and a LoRA pool of adapters with different ranks.
+// A tiny decoder stack for the tests of the step, of every kind: grouped-query or latent attention, Gated DeltaNet,
+// dense MLPs, shared and routed experts in any format, both routers, and a LoRA pool of adapters with different ranks.
 #pragma once
 
 #include <memory>
@@ -26,6 +26,10 @@ constexpr int64_t kKeyHeads = 2, kSize = 18;
 constexpr int64_t kQueries = kHeads * kSize, kKeys = kKeyHeads * kSize, kQkv = kQueries + 2 * kKeys;
 // Of latent attention.
 constexpr int64_t kQueryRank = 20, kLatent = 34, kNope = 10, kRope = 6, kValue = 14;
+// Of Gated DeltaNet: key heads and value heads, elements of a key and of a value, taps, slots of states.
+constexpr int64_t kDeltaKeyHeads = 2, kDeltaHeads = 4, kDeltaKey = 12, kDeltaValue = 10, kTaps = 4, kStates = 12;
+constexpr int64_t kDeltaKeys = kDeltaKeyHeads * kDeltaKey, kDeltaResults = kDeltaHeads * kDeltaValue;
+constexpr int64_t kChannels = 2 * kDeltaKeys + kDeltaResults;
 
 // What a model is made of.
 struct Kind {
@@ -36,6 +40,9 @@ struct Kind {
   bool is_latent = false;
   bool compresses_queries = true;  // of latent attention
   bool is_mixed = false;           // a dense MLP in layer 0, shared beside routed experts in layer 1; else routed ones
+  bool is_hybrid = false;          // Gated DeltaNet in layer 0, attention and shared experts in layer 1 have gates, and
+                                   // norms are offsets from one
+  bool by_key_head = false;        // of Gated DeltaNet
   bool in_groups = false;          // the router chooses by sigmoid, from groups with a bias; else by softmax
   kt::Format format{};             // of the routed experts
 
@@ -82,8 +89,12 @@ struct Layer {
   Linear qkv, out;                // grouped-query; `out` is latent attention's too
   Linear compress, query;         // latent
   Tensor key_heads, value_heads;  // the same
-  Linear heads;                   // only its adapters: those of kv_b_proj
-  Linear gate_up, down;           // of the gated MLP
+  Linear inputs, gates;           // Gated DeltaNet; `out` is its too
+  Tensor filter, log_rate, rate_bias, delta_norm;
+  bool is_delta = false;
+  Linear heads;          // only its adapters: those of kv_b_proj
+  Linear gate_up, down;  // of the gated MLP
+  Tensor mlp_gate;
   bool is_routed = true;
   Tensor gate, bias;
   std::shared_ptr<kt::ExpertLayer> experts[2];           // on one and on two memory nodes
@@ -91,14 +102,20 @@ struct Layer {
   Tensor gate_up_a, gate_up_b, down_a, down_b;
 };
 
-// Keys and values of each layer; NaN where no token has been written. Latent attention has no values of its own.
+// Keys and values of each layer; NaN where no token has been written. Latent attention has no values of its own. What
+// Gated DeltaNet keeps of sequences, in layer 0 of a hybrid; NaN before their first tokens.
 struct KvPool {
   KvPool(const Kind& kind, size_t layers)
       : keys(layers, Tensor({kKvSlots, kind.key_heads(), kind.key_size()}, kind.bf16, NAN)),
-        values(kind.is_latent ? std::vector<Tensor>(layers) : keys) {}
+        values(kind.is_latent ? std::vector<Tensor>(layers) : keys) {
+    if (!kind.is_hybrid) return;
+    inputs = Tensor({kStates, kChannels, kTaps - 1}, kind.bf16, NAN);
+    states = Tensor({kStates, kDeltaHeads, kDeltaKey, kDeltaValue}, false, NAN);
+  }
   bool operator==(const KvPool&) const = default;
 
   std::vector<Tensor> keys, values;
+  Tensor inputs, states;
 };
 
 class Model {
@@ -127,6 +144,7 @@ class Model {
                     .groups = kind.groups(),
                     .epsilon = static_cast<float>(kEpsilon),
                     .scaling = static_cast<float>(kScaling),
+                    .offset_norms = kind.is_hybrid,
                     .interleaved = kind.is_latent,
                     .lora_slots = with_lora ? kLoraSlots : 0,
                     .lora_rank = with_lora ? kRank : 0,
@@ -138,12 +156,21 @@ class Model {
       const Layer& layer = layers[i];
       kt::StackLayer made{.input_norm = layer.input_norm.view(),
                           .post_norm = layer.post_norm.view(),
-                          .attention = grouped_query(layer, pool, i, with_lora),
+                          .attention = {},
                           .mlp = {},
                           .routed = {}};
-      if (kind.is_latent) made.attention = latent(layer, pool, i, with_lora);
-      if (layer.gate_up.weight.present())
-        made.mlp = {.gate_up = layer.gate_up.view(with_lora), .down = layer.down.view(with_lora)};
+      if (layer.is_delta) {
+        made.attention = gated_delta(layer, pool, with_lora);
+      } else if (kind.is_latent) {
+        made.attention = latent(layer, pool, i, with_lora);
+      } else {
+        made.attention = grouped_query(layer, pool, i, with_lora);
+      }
+      if (layer.gate_up.weight.present()) {
+        made.mlp = {.gate_up = layer.gate_up.view(with_lora),
+                    .down = layer.down.view(with_lora),
+                    .gate = layer.mlp_gate.view()};
+      }
       if (layer.is_routed) made.routed = routed(layer, with_lora, num_nodes);
       stack.layers.push_back(made);
     }
@@ -155,8 +182,8 @@ class Model {
     Model moved = *this;
     moved.moved_by = moved_by + 1;
     for (Layer& layer : moved.layers) {
-      for (Linear* linear :
-           {&layer.qkv, &layer.out, &layer.compress, &layer.query, &layer.heads, &layer.gate_up, &layer.down}) {
+      for (Linear* linear : {&layer.qkv, &layer.out, &layer.compress, &layer.query, &layer.heads, &layer.gate_up,
+                             &layer.down, &layer.inputs, &layer.gates}) {
         move_slots(linear->a);
         move_slots(linear->b);
       }
@@ -183,7 +210,7 @@ class Model {
     for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, static_cast<float>(mean + size * random_.normal()));
     return tensor;
   }
-  Tensor drawn_norm(int64_t size) { return drawn({size}, 0.1, 1); }
+  Tensor drawn_norm(int64_t size) { return drawn({size}, 0.1, kind.is_hybrid ? 0 : 1); }
   Tensor drawn_matrix(int64_t rows, int64_t cols) { return drawn({rows, cols}, 1 / std::sqrt(cols)); }
 
   // Matrices of the LoRA pool, of this shape in each slot: NaN where is_used(row, column, rank) is false.
@@ -227,7 +254,13 @@ class Model {
   void draw(Layer* layer, bool is_second) {
     layer->input_norm = drawn_norm(kHidden);
     layer->post_norm = drawn_norm(kHidden);
-    kind.is_latent ? draw_latent(layer, is_second) : draw_grouped_query(layer, is_second);
+    layer->is_delta = kind.is_hybrid && !is_second;
+    if (layer->is_delta) {
+      draw_gated_delta(layer);
+    } else {
+      kind.is_latent ? draw_latent(layer, is_second) : draw_grouped_query(layer, is_second);
+    }
+    if (kind.is_hybrid && is_second) layer->mlp_gate = drawn_matrix(1, kHidden);
     if (kind.is_mixed) {
       const int64_t inner = is_second ? kShared : kInner;
       layer->gate_up = drawn_linear(kHidden, {inner, 2 * inner}, false, true);
@@ -248,10 +281,22 @@ class Model {
     layer->down_b = drawn_b({kExperts, kHidden, kRank});
   }
   void draw_grouped_query(Layer* layer, bool is_second) {
-    layer->qkv = drawn_linear(kHidden, {kQueries, kQueries + kKeys, kQkv}, is_second, true);
+    const int64_t queries = kQueries * (kind.is_hybrid ? 2 : 1);
+    layer->qkv = drawn_linear(kHidden, {queries, queries + kKeys, queries + 2 * kKeys}, is_second, true);
     layer->query_norm = drawn_norm(kSize);
     layer->key_norm = drawn_norm(kSize);
     layer->out = drawn_linear(kQueries, {kHidden}, is_second, !is_second);
+  }
+  void draw_gated_delta(Layer* layer) {
+    const bool whole = kind.by_key_head;
+    const std::vector<int64_t> all = {kChannels + kDeltaResults}, both = {2 * kDeltaHeads};
+    layer->inputs = drawn_linear(kHidden, whole ? all : std::vector<int64_t>{kChannels, all[0]}, false, true);
+    layer->gates = drawn_linear(kHidden, whole ? both : std::vector<int64_t>{kDeltaHeads, both[0]}, false, true);
+    layer->filter = drawn({kChannels, kTaps}, 0.5);
+    layer->log_rate = drawn({kDeltaHeads}, 0.5);
+    layer->rate_bias = drawn({kDeltaHeads}, 0.5);
+    layer->delta_norm = drawn({kDeltaValue}, 0.1, 1);
+    layer->out = drawn_linear(kDeltaResults, {kHidden}, false, true);
   }
   void draw_latent(Layer* layer, bool is_second) {
     const int64_t rank = kind.rank();
@@ -282,12 +327,28 @@ class Model {
     }
   }
 
-  static kt::GroupedQuery grouped_query(const Layer& layer, const KvPool& pool, size_t index, bool with_lora) {
+  kt::GroupedQuery grouped_query(const Layer& layer, const KvPool& pool, size_t index, bool with_lora) const {
     return {.qkv = layer.qkv.view(with_lora),
             .query_norm = layer.query_norm.view(),
             .key_norm = layer.key_norm.view(),
             .keys = pool.keys[index].view(),
             .values = pool.values[index].view(),
+            .out = layer.out.view(with_lora),
+            .is_gated = kind.is_hybrid};
+  }
+  kt::GatedDelta gated_delta(const Layer& layer, const KvPool& pool, bool with_lora) const {
+    return {.shape = {.key_heads = kDeltaKeyHeads,
+                      .value_heads = kDeltaHeads,
+                      .key_size = kDeltaKey,
+                      .value_size = kDeltaValue},
+            .inputs = layer.inputs.view(with_lora),
+            .gates = layer.gates.view(with_lora),
+            .by_key_head = kind.by_key_head,
+            .filter = layer.filter.view(),
+            .log_rate = layer.log_rate.view(),
+            .bias = layer.rate_bias.view(),
+            .norm = layer.delta_norm.view(),
+            .kept = {.inputs = pool.inputs.view(), .states = pool.states.view()},
             .out = layer.out.view(with_lora)};
   }
   static kt::Latent latent(const Layer& layer, const KvPool& pool, size_t index, bool with_lora) {

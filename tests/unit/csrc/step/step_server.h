@@ -6,12 +6,14 @@
 
 namespace kt_test {
 
-// A prompt and its answer, the slots of their keys, and the row of its first token among those of all sequences.
+// A prompt and its answer, the slots of their keys and of its state, and the row of its first token among those of all
+// sequences.
 struct Sequence {
   std::vector<int64_t> ids;
   int64_t adapter;
   std::vector<int32_t> slots;
   int64_t first_row;
+  int64_t state = 0;
 
   int64_t tokens() const { return static_cast<int64_t>(ids.size()); }
 };
@@ -25,6 +27,10 @@ inline void draw_slots(std::vector<Sequence>& sequences, unsigned seed) {
     sequence.slots.assign(free.end() - sequence.tokens(), free.end());
     free.resize(free.size() - sequence.slots.size());
   }
+  std::vector<int64_t> states(kStates);
+  std::iota(states.begin(), states.end(), 0);
+  std::shuffle(states.begin(), states.end(), engine);
+  for (size_t i = 0; i < sequences.size(); ++i) sequences[i].state = states[i];
 }
 
 // Of these lengths and adapters, in drawn slots.
@@ -32,7 +38,7 @@ inline std::vector<Sequence> drawn_sequences(const std::vector<std::pair<int64_t
   std::vector<Sequence> sequences;
   int64_t row = 0;
   for (const auto& [length, adapter] : lengths) {
-    sequences.push_back({{}, adapter, {}, row});
+    sequences.push_back({{}, adapter, {}, row, 0});
     for (int64_t t = 0; t < length; ++t) sequences.back().ids.push_back(random.below(kNanId));
     row += length;
   }
@@ -46,10 +52,10 @@ inline int64_t count_tokens(const std::vector<Sequence>& sequences) {
 
 // The next counts[i] tokens of sequence i, of which done[i] are in the KV pool.
 struct Batch {
-  // `order`: of the sequences in the batch; empty: as they are. `moved_by`: Model::moved_by.
+  // `order`: of the sequences in the batch; empty: as they are. `moved_by`: Model::moved_by. `has_states`: of a hybrid.
   Batch(const std::vector<Sequence>& all, const std::vector<int64_t>& done, const std::vector<int64_t>& counts,
-        std::vector<size_t> order = {}, int64_t moved_by = 0)
-      : moved_by_(moved_by) {
+        std::vector<size_t> order, int64_t moved_by, bool has_states)
+      : moved_by_(moved_by), has_states_(has_states) {
     if (order.empty()) {
       order.resize(all.size());
       std::iota(order.begin(), order.end(), size_t{0});
@@ -68,6 +74,7 @@ struct Batch {
     batch.positions = view(positions, kt::DType::kI64);
     batch.slots = view(slots, kt::DType::kI64);
     batch.sequences = sequences;
+    if (has_states_) batch.states = view(states, kt::DType::kI64);
     batch.adapters = {.rows = adapter_rows, .experts = experts, .token_slots = {}};
     if (!token_slots.empty()) batch.adapters.token_slots = view(token_slots, kt::DType::kI32);
     return batch;
@@ -77,6 +84,7 @@ struct Batch {
   std::vector<int64_t> ids, positions, slots;
   std::vector<int64_t> rows;  // of each token among those of all sequences
   std::vector<kt::KvSequence> sequences;
+  std::vector<int64_t> states;
   std::vector<kt::LowRankRows> adapter_rows;
   std::vector<kt::ExpertAdapter> experts;
   std::vector<int32_t> token_slots;  // empty: there are no adapters
@@ -92,6 +100,7 @@ struct Batch {
     }
     sequences.push_back(
         {.first_query = tokens(), .queries = count, .prefix = done, .slots = sequence.slots.data(), .first_key = 0});
+    states.push_back(sequence.state);
     for (int64_t t = done; t < done + count; ++t) {
       ids.push_back(sequence.ids[static_cast<size_t>(t)]);
       positions.push_back(t);
@@ -113,6 +122,7 @@ struct Batch {
   }
 
   int64_t moved_by_;
+  bool has_states_;
 };
 
 // A program with a KV pool of its own, and the results of all tokens so far.
@@ -127,10 +137,11 @@ class Server {
         sequences_(sequences),
         bf16_(model.kind.bf16),
         moved_by_(model.moved_by),
+        has_states_(model.kind.is_hybrid),
         done_(sequences.size()) {}
 
   Batch batch(const std::vector<int64_t>& counts, std::vector<size_t> order = {}) const {
-    return {sequences_, done_, counts, std::move(order), moved_by_};
+    return {sequences_, done_, counts, std::move(order), moved_by_, has_states_};
   }
   // Of each sequence the tokens that are left, at most at_once[i].
   std::vector<int64_t> left(const std::vector<int64_t>& at_once) const {
@@ -165,9 +176,13 @@ class Server {
   // The same results of every token, and the same keys and values, in each server's own slots.
   bool same(const Server& other) const {
     bool same_slots = true;
-    for (size_t i = 0; i < sequences_.size(); ++i) same_slots &= sequences_[i].slots == other.sequences_[i].slots;
+    for (size_t i = 0; i < sequences_.size(); ++i) {
+      same_slots &=
+          sequences_[i].slots == other.sequences_[i].slots && sequences_[i].state == other.sequences_[i].state;
+    }
     return out == other.out && refused == other.refused && has_same_rows(pool.keys, other, other.pool.keys) &&
-           has_same_rows(pool.values, other, other.pool.values) && (!same_slots || pool == other.pool);
+           has_same_rows(pool.values, other, other.pool.values) && has_same_states(other) &&
+           (!same_slots || pool == other.pool);
   }
 
   KvPool pool;
@@ -192,9 +207,24 @@ class Server {
     return true;
   }
 
+  bool has_same_states(const Server& other) const {
+    for (size_t i = 0; has_states_ && i < sequences_.size(); ++i) {
+      const int64_t slot = sequences_[i].state, other_slot = other.sequences_[i].state;
+      for (int64_t c = 0; c < kChannels; ++c) {
+        if (!pool.inputs.same_row(slot * kChannels + c, other.pool.inputs, other_slot * kChannels + c)) return false;
+      }
+      constexpr int64_t kRows = kDeltaHeads * kDeltaKey;
+      for (int64_t k = 0; k < kRows; ++k) {
+        if (!pool.states.same_row(slot * kRows + k, other.pool.states, other_slot * kRows + k)) return false;
+      }
+    }
+    return true;
+  }
+
   const std::vector<Sequence>& sequences_;
   const bool bf16_;
   const int64_t moved_by_;
+  const bool has_states_;
   std::vector<int64_t> done_;
 };
 

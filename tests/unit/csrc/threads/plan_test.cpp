@@ -132,6 +132,28 @@ void test_loading(Report& report) {
   }
 }
 
+// Where three threads take tasks in turn, a thread's next range is the third from its own, and the last have none.
+void test_next(Report& report) {
+  kt::Stage stage = kt::stage_of(0, 2);
+  stage.at_once = 4;
+  stage.num_nodes = 2;
+  stage.spans[0] = {0, 10};
+  stage.spans[1] = {10, 3};
+  for (int node = 0; node < stage.num_nodes; ++node) {
+    for (int64_t task = 0; task < stage.num_tasks(node); ++task) {
+      const kt::Range range = stage.range(node, task, 3);
+      report.equal("without a turn nothing is next", stage.range(node, task).next_item == -1);
+      if (task + 3 >= stage.num_tasks(node)) {
+        report.equal("the last ranges have no next one", range.next_item == -1);
+        continue;
+      }
+      const kt::Range next = stage.range(node, task + 3);
+      report.equal("the next range's item", range.next_item == next.item);
+      report.equal("the next range's first unit", range.next_first == next.first);
+    }
+  }
+}
+
 std::vector<std::tuple<const uint8_t*, size_t, int>> asked;
 
 void test_placement(Report& report) {
@@ -181,6 +203,7 @@ void test_placement(Report& report) {
 void test_plan(Report& report) {
   for (const int num_nodes : {1, 2, 4}) test_calls(num_nodes, report);
   test_whole_experts(report);
+  test_next(report);
   test_loading(report);
   test_placement(report);
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.expert_problems import present
 from reference.lora import huge_adapter, random_adapter, write_adapter
 from reference.resident.desk import Desk
 
@@ -297,13 +298,14 @@ def test_nothing_is_read_checked_or_converted_on_the_engines_thread(desk: Desk, 
 
 def test_only_an_adapter_that_could_overflow_is_probed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
-    slices = desk.publisher._probe.slices
+    probe = present(desk.publisher._probe)
+    slices = probe.slices
 
     def noted(adapter: AdapterTensors, where: str) -> Slices:
         probed.append(where)
         return slices(adapter, where)
 
-    monkeypatch.setattr(desk.publisher._probe, "slices", noted)
+    monkeypatch.setattr(probe, "slices", noted)
     desk.publish("bob", 1)
     desk.settle()
     assert probed == []

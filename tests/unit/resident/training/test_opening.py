@@ -15,6 +15,7 @@ from reference.lora import random_adapter, write_adapter
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.handlers import SessionHandlers
 from kt_runtime.resident.pacing.budget import IDLE_SECONDS
 from kt_runtime.resident.server import Resident
 from kt_runtime.resident.training import checkpoint, opening
@@ -33,6 +34,11 @@ from kt_runtime.wire.messages import (
 from kt_runtime.wire.server import Incoming
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention"])
+
+
+def handlers_of(desk: Desk) -> SessionHandlers:
+    assert isinstance(desk.resident.handlers, SessionHandlers)
+    return desk.resident.handlers
 
 
 class Desk:
@@ -186,7 +192,7 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
     assert layers == [0, 1, 2] * 2
     assert desk.longest == 1.0
     of_layer = max(
-        sum(module.layer == layer for module in desk.resident.handlers._sessions["a"].modules) for layer in range(3)
+        sum(module.layer == layer for module in handlers_of(desk)._sessions["a"].modules) for layer in range(3)
     )
     desk.longest = 0.0
     desk.ask(CloseSession, session="a")
@@ -275,7 +281,7 @@ def test_without_memory_nothing_of_the_session_stays(desk: Desk, adapter: str, m
     with monkeypatch.context() as patch:
         patch.setattr(LoraModules, "_place_layer", full)
         assert "MemoryError" in desk.ask(CreateSession, session="a", lora=LORA, reference=adapter).message
-    lora = desk.resident.handlers._lora
+    lora = handlers_of(desk)._lora
     assert lora._modules == lora._parameters == lora._dropouts == {}
     assert desk.ask(CreateSession, session="a", lora=LORA, reference=adapter).info.session == "a"
 
@@ -291,7 +297,7 @@ def test_of_two_that_open_for_one_name_the_later_is_refused(
     refused = desk.wait(first)
     assert "'bob' is published by session 'b'" in refused.message
     assert [info.session for info in desk.resident.handlers.infos()] == ["b"]
-    assert set(desk.resident.handlers._lora._modules) == {"s2"}
+    assert set(handlers_of(desk)._lora._modules) == {"s2"}
 
 
 def test_the_server_ends_while_a_session_is_opened(
@@ -303,7 +309,7 @@ def test_the_server_ends_while_a_session_is_opened(
     assert gate.entered.wait(60)
     desk.resident.close()
     gate.open.set()
-    assert create not in desk.replies and desk.resident.handlers._openings == {}
+    assert create not in desk.replies and handlers_of(desk)._openings == {}
 
 
 def test_saves_that_wait_for_the_disk_are_bounded_and_hold_up_no_training(
@@ -327,7 +333,7 @@ def test_a_fault_of_the_numbers_is_no_fault_of_ours_in_the_log(
 
     desk.ask(CreateSession, session="a", lora=LORA)
     desk.ask(ForwardBackward, session="a", **call_of(make_batch(12)))
-    next(iter(desk.resident.handlers._sessions["a"].gradient.values())).fill_(float("nan"))
+    next(iter(handlers_of(desk)._sessions["a"].gradient.values())).fill_(float("nan"))
     caplog.clear()
     reply = desk.ask(OptimStep, session="a", learning_rate=1e-2)
     assert (reply.kind, reply.category) == ("NumericsError", "user")

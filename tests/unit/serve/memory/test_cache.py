@@ -16,6 +16,7 @@ from kt_runtime.serve.options.named import ServeOptions
 
 TINY = load_preset("tiny-qwen3-moe").config
 LATENT = load_preset("tiny-deepseek-v3").config
+WITH_STATES = load_preset("tiny-qwen3-next").config
 DIRECTORY = Path("/cache")
 MIB = 1 << 20
 
@@ -95,6 +96,19 @@ def test_a_host_tier_with_little_room_is_allowed_and_said() -> None:
 def test_sizes_that_nothing_fits_into_are_refused_with_the_numbers(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         plan(**values)
+
+
+def test_a_host_tier_has_states_in_the_device_s_proportion() -> None:
+    """Of 16 requests at most the device has 64 slots, of 40,896 bytes each; a token has 256."""
+    options: dict[str, Any] = {"config": WITH_STATES, "max_total_tokens": 1024, "max_running_requests": 16}
+    of_device = 1024 * 256 + 64 * 40896
+    tiers = plan(**options, cache_host_bytes=3 * of_device)
+    assert (tiers.page_tokens, tiers.token_bytes, tiers.host_tokens) == (1, 256, 3 * 1024)
+    assert (tiers.state_slots, tiers.slot_bytes, tiers.host_slots) == (64, 40896, 192)
+    assert tiers.host_bytes == 3 * of_device
+    assert "host 3072 tokens and 192 states (8.24 MiB)" in describe(tiers)
+    with pytest.raises(InvalidValueError, match=r"has 1024 \(2.75 MiB with 2.5 MiB of linear attention's states\)"):
+        plan(**options, cache_host_bytes=of_device)
 
 
 def test_memory_holds_the_host_tier_and_the_disks_buffers_and_says_what_to_lower() -> None:

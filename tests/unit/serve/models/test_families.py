@@ -35,7 +35,7 @@ def has_tiny_model(family: Family) -> bool:
 
 
 def is_compared_with_sglang_s_modules(family: Family) -> bool:
-    return not family.has_native_step or any(family_for(case[0].config) is family for case in CASES.values())
+    return any(family_for(case[0].config) is family for case in CASES.values())
 
 
 def has_a_server(family: Family) -> bool:

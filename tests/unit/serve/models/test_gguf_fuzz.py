@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reference.cases import EACH_RUN_ALIKE, choose, examples
 from reference.checkpoints.gguf_models import requantize
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.errors import CheckpointError, KtError, NotFoundError
 from kt_runtime.gguf_file import read_gguf, read_gguf_model
 from kt_runtime.serve.models.make_model import make_model

@@ -31,8 +31,8 @@ def test_what_kt_runtime_does_not_decide_may_pass() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tp-size", "2"], "--tp-size can't be passed on.*one rank"),
-        (["--log-level", "error", "--tp-size=2"], "one rank"),
+        (["--tp-size", "2"], "--tp-size can't be passed on.*kt-runtime's own option"),
+        (["--log-level", "error", "--pp-size=2"], "--pp-size can't be passed on.*set by --tp-size"),
         (["--api-key", KEY], "SGLang logs its arguments"),
         (["--speculative-algorithm", "EAGLE"], "heads for multi-token prediction .* are read past"),
         (["--speculative-algorithm=NEXTN"], "--speculative-algorithm can't be passed on .*no draft model is loaded"),
@@ -44,7 +44,7 @@ def test_what_kt_runtime_does_not_decide_may_pass() -> None:
         (["--disable-decode-cuda-graph"], "use --no-graphs"),
         (["--cuda-graph-config", "{}"], "use --no-graphs"),
         (["--grammar-backend", "outlines"], "bounded for xgrammar only"),
-        (["--tp-size"], "one rank"),
+        (["--tp-size"], "kt-runtime's own option"),
         (["error"], "not an option"),
     ],
 )

@@ -23,7 +23,7 @@ from reference.resident.scheduler import Engine, engine
 from reference.server.greedy import load_hugging_face, logprobs_of
 from reference.server.random_traffic import Row, Trainer
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.experts.formats import CHECKPOINT_FORMATS
 from kt_runtime.families.gguf import EXPERT_TYPES, packed_name
 from kt_runtime.serve.models.gguf_model import gguf_directory

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change
-a bit."""
+"""Qwen3-Next and Qwen3.5 in SGLang's own scheduler with the native step: neither chunks, other streams, adapters,
+cached prefixes nor SGLang's modules in the step's place change a bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import pytest
 import torch
 from reference import lora
 from reference.cases import choose
-from reference.resident.native_step import installed, prompt
+from reference.resident.native_step import Both, installed, prompt
 from reference.resident.scheduler import Engine, engine
 
 from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.delta import step as delta_step
+from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (3, 40, 64, 150, 333)
-LONG = 4096
+LONG, STATES = 4096, 64
 
 
 PRESETS = ["tiny-qwen3-next", "tiny-qwen3-5-moe-text"]
@@ -34,8 +37,11 @@ def served(
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * LONG}))
     options = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "16")
-    with engine(directory, *options, "--max-mamba-cache-size", "64", "--max-loras-per-batch", "5") as started:
+    states = ("--max-mamba-cache-size", str(STATES))
+    with engine(directory, *options, *states, "--max-loras-per-batch", "5") as started:
+        assert native_step.state() == STEP_RUNNING
         yield started
+        assert native_step.exceptions() == []
 
 
 Answer = tuple[list[int], list[float], list[float]]
@@ -100,6 +106,32 @@ def test_sixteen_streams_with_adapters_are_each_alone(served: Engine) -> None:
             lone = answers(served, {rid: tokens}, {rid: chosen[rid]} if rid in chosen else {})
             assert lone[rid] == together[rid]
     assert len({tuple(together[f"s{number}"][1]) for number in range(5)}) == 5  # one prompt, five models
+
+
+def test_sglang_s_modules_give_the_same_bits(served: Engine, alone: dict[str, Answer]) -> None:
+    with mock.patch.object(native_step, "_program", None):
+        assert answers(served, {f"r{length}": prompt(length, length % 100) for length in LENGTHS}) == alone
+
+
+def test_the_comparison_with_the_modules_sees_states_in_other_slots(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.clear()
+    program, slots = native_step._program, delta_step.state_slots
+    assert program is not None
+    checked = Both(served.scheduler.tp_worker.model_runner, program)
+    monkeypatch.setattr(native_step, "_program", checked)
+    served.run(served.request("right", prompt(33)))
+    assert not checked.different
+
+    def others(backend: Any) -> torch.Tensor:
+        found = slots(backend)
+        assert found is not None
+        return (found + 1) % STATES
+
+    monkeypatch.setattr(delta_step, "state_slots", others)
+    served.run(served.request("wrong", prompt(34, 9)))
+    assert {text.rsplit(",")[0] for text in checked.different} >= {"EXTEND of 34 tokens", "DECODE of 1 tokens"}
 
 
 def test_cached_prefixes_and_branches_change_no_bit(served: Engine) -> None:

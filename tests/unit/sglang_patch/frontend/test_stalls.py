@@ -14,11 +14,13 @@ from kt_runtime.sglang_patch.frontend.stalls import (
     GRACE_SECONDS,
     HUNG_SECONDS,
     POLL_SECONDS,
+    RANK_SECONDS,
     SILENT_SECONDS,
     EngineStalled,
     Look,
     Stalls,
     look_at,
+    rank_names,
 )
 
 SCHEDULER, DETOKENIZER = 11, 12
@@ -33,7 +35,10 @@ class Engine:
         self.looks: dict[int, Look | None] = {pid: Look(False, 5.0) for pid in (SCHEDULER, DETOKENIZER)}
         self.probes: list[asyncio.Future[None]] = []
         self.ended: list[Exception] = []
-        processes = [("scheduler", SCHEDULER), ("detokenizer", DETOKENIZER)]
+        self.lost: list[str] = []
+        self.watches([("scheduler", SCHEDULER), ("detokenizer", DETOKENIZER)])
+
+    def watches(self, processes: list[tuple[str, int]]) -> None:
         self.stalls = Stalls(self, processes, look=self.looks.__getitem__, clock=lambda: self.now)
 
     def num_waiting(self) -> int:
@@ -45,6 +50,9 @@ class Engine:
 
     def end_waiting(self, error: Exception) -> None:
         self.ended.append(error)
+
+    def end_server(self, why: str) -> None:
+        self.lost.append(why)
 
     def after(self, seconds: float, main_share: float = 0.0) -> str:
         """Checks as `watch` does while time passes; the scheduler's main thread computes that share of it."""
@@ -148,3 +156,29 @@ def test_the_kernel_says_who_is_stopped_and_who_computes() -> None:
         finally:
             process.kill()
     assert look_at(process.pid) is None
+
+
+def test_a_stopped_rank_ends_the_server(engine: Engine) -> None:
+    """The others can't go on without it, and the requests of all are lost."""
+    engine.watches(rank_names([("scheduler_0", SCHEDULER), ("scheduler_1", DETOKENIZER)]))
+    engine.looks[DETOKENIZER] = Look(True, 5.0)
+    assert engine.after(RANK_SECONDS) == f"rank 1 (process {DETOKENIZER}) is stopped by a signal" and not engine.lost
+    engine.after(2 * POLL_SECONDS)
+    assert engine.lost[0] == f"rank 1 (process {DETOKENIZER}) is stopped by a signal"
+
+
+def test_ranks_that_hang_end_the_server_after_a_longer_time(engine: Engine) -> None:
+    engine.watches(rank_names([("scheduler_0", SCHEDULER), ("scheduler_1", DETOKENIZER)]))
+    engine.waiting = 1
+    engine.after(HUNG_SECONDS + GRACE_SECONDS)
+    assert not engine.lost
+    engine.after(2)
+    assert engine.lost[0].startswith("rank 0 (process 11) and rank 1 (process 12) compute nothing")
+
+
+def test_a_single_scheduler_is_no_rank_and_ends_nothing(engine: Engine) -> None:
+    processes = [("scheduler_0", SCHEDULER), ("detokenizer_0", DETOKENIZER)]
+    assert rank_names(processes) == processes
+    engine.watches(processes)
+    engine.looks[SCHEDULER] = Look(True, 5.0)
+    assert engine.after(60) and not engine.lost

@@ -20,7 +20,7 @@ from kt_runtime.wire.messages import STEP_RUNNING
 
 HERE = Path(__file__).parent
 FEW = {"float32", "DeepSeek-V2, bfloat16"}
-ONE_A_FAMILY = FEW | {"DeepSeek-V3, float32"}
+ONE_A_FAMILY = FEW | {"DeepSeek-V3, float32", "Qwen3.5, float32"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

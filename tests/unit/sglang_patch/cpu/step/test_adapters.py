@@ -17,6 +17,7 @@ from reference.resident.native_step import (
     buffers_of,
     installed,
     prompt,
+    run_step,
     small_batch,
 )
 from reference.resident.scheduler import Engine
@@ -24,12 +25,13 @@ from reference.resident.scheduler import Engine
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter, LoraPool
+from kt_runtime.families import family_for
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.lora.pinned_memory import UnpinnedMemory
 from kt_runtime.wire.messages import STEP_RUNNING
 
-DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp")
+DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp", "in_proj_qkvz", "in_proj_b")
 
 
 def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, both: Both) -> None:
@@ -94,14 +96,14 @@ def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) 
         assert program is not None
         experts, token_slots = [ExpertAdapter(slot, rank, 10 / 3 / rank)], torch.zeros(tokens, dtype=torch.int32)
         found = [
-            program._step.run(*batch, BatchLora(rows, experts, token_slots))[0]
+            run_step(program, batch, BatchLora(rows, experts, token_slots))[0]
             for rows in (
                 [AdapterRows(0, tokens, slot, rank, 10 / 3 / rank)],
                 [AdapterRows(place, 1, slot, rank, 10 / 3 / rank) for place in range(tokens)],
                 [AdapterRows(first, 30, slot, rank, 10 / 3 / rank) for first in range(0, tokens, 30)],
             )
         ]
-        base = program._step.run(*batch)[0]
+        base = run_step(program, batch)[0]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert (found[0] != base).any(-1).all()
 
@@ -195,14 +197,18 @@ def test_a_lora_pool_that_does_not_fit_leaves_no_step(
     served: Engine, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = served.scheduler.tp_worker.model_runner
-    pool = lora_step.lora_pool(runner.lora_manager)
+    stack = family_for(served.config).decoder_stack(served.config)
+    assert stack is not None
+    pool = lora_step.lora_pool(runner.lora_manager, native_step.delta_layers(stack))
     assert pool is not None
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(lora_step, "lora_pool", lambda manager: change(pool))
+            patch.setattr(lora_step, "lora_pool", lambda manager, delta: change(pool))
             native_step._build(None, runner)
             first = next(
-                name for name in ("qkv", "compress", "kv_b") if getattr(pool.layers[0], f"{name}_a") is not None
+                name
+                for name in ("qkv", "inputs", "compress", "kv_b")
+                if getattr(pool.layers[0], f"{name}_a") is not None
             )
             assert native_step.state().startswith(reason.replace("FIRST", first))
     finally:
@@ -241,6 +247,5 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(served:
     keys = buffers_of(served.scheduler.tp_worker.model_runner.token_to_kv_pool)[0]
     before = keys.clone()
     with pytest.raises(InvalidValueError, match=message):
-        ids, positions, slots, sequences = small_batch()
-        program._step.run(ids, positions, slots, sequences, adapters)
+        run_step(program, small_batch(), adapters)
     assert torch.equal(keys, before)

@@ -17,8 +17,10 @@ from reference.resident.native_step import (
     Both,
     answers,
     answers_to_all,
+    attention_of,
     buffers_of,
     prompt,
+    run_step,
     small_batch,
 )
 from reference.resident.scheduler import Engine
@@ -30,6 +32,7 @@ from kt_runtime.families.base import Family
 from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.delta.step import attending_pool
 from kt_runtime.wire.messages import STEP_RUNNING
 
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
@@ -73,7 +76,7 @@ def test_cached_prefixes(served: Engine, both: Both) -> None:
 def test_the_comparison_sees_a_step_with_a_fault(served: Engine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served.clear()
     runner = served.scheduler.tp_worker.model_runner
-    attention = runner.model.model.layers[0].self_attn
+    attention = attention_of(runner.model.model)
     with monkeypatch.context() as patch:
         if fault == "scaling":
             patch.setattr(attention, "scaling", attention.scaling * 1.01)
@@ -120,7 +123,7 @@ def test_the_step_reports_the_tokens_that_the_experts_refuse(served: Engine) -> 
     with torch.no_grad():
         weight[NAN_TOKEN] = float("nan")
     try:
-        hidden, refused = program._step.run(*small_batch(ids=[3, NAN_TOKEN]))
+        hidden, refused = run_step(program, small_batch(ids=[3, NAN_TOKEN]))
     finally:
         with torch.no_grad():
             weight[NAN_TOKEN] = before
@@ -140,7 +143,7 @@ def test_a_token_with_finite_activations_and_routing_weights_that_are_not_ends_i
         else:
             weight[0], weight[1] = 3e38, -3e38
     try:
-        hidden, refused = program._step.run(*small_batch())
+        hidden, refused = run_step(program, small_batch())
         served.run(served.request("bad", prompt(9, 11)))
     finally:
         with torch.no_grad():
@@ -191,15 +194,15 @@ def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
 ) -> None:
     runner = served.scheduler.tp_worker.model_runner
     before, program = answers_to_all(served), native_step._program
-    weight = runner.model.model.layers[0].self_attn.o_proj.weight
+    weight = attention_of(runner.model.model).o_proj.weight
     weight.data, old = weight.data.clone(), weight.data
     old.fill_(float("nan"))
     assert answers_to_all(served) == before and native_step._program is not program
     monkeypatch.setattr(native_step, "_exceptions", ["it is padded"])
-    program, pool = native_step._program, runner.token_to_kv_pool
+    program, pool = native_step._program, attending_pool(runner.token_to_kv_pool)
     assert served.scheduler.flush_cache()
     buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer
-    buffers[1], old = torch.zeros_like(buffers[1]), buffers[1]
+    buffers[-1], old = torch.zeros_like(buffers[-1]), buffers[-1]
     old.fill_(float("nan"))
     assert answers_to_all(served) == before and native_step._program is not program
     assert native_step.state() == STEP_RUNNING and native_step.exceptions() == ["it is padded"]
@@ -234,43 +237,44 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served:
     keys = buffers_of(served.scheduler.tp_worker.model_runner.token_to_kv_pool)[0]
     before = keys.clone()
     with pytest.raises(InvalidValueError, match=message):
-        program._step.run(*small_batch(**changes))
+        run_step(program, small_batch(**changes))
     assert torch.equal(keys, before)
-    hidden, refused = program._step.run(*small_batch())
+    hidden, refused = run_step(program, small_batch())
     assert hidden.isfinite().all() and refused == []
 
 
 def test_a_row_that_pads_the_embedding_is_no_token(served: Engine) -> None:
     size, program = served.config["vocab_size"], native_step._program
     assert program is not None
-    program._step.run(*small_batch(ids=[3, size - 1]))
+    run_step(program, small_batch(ids=[3, size - 1]))
     with pytest.raises(InvalidValueError, match=rf"ids\[1\] is {size}; allowed: 0 to {size - 1}"):
-        program._step.run(*small_batch(ids=[3, size]))
+        run_step(program, small_batch(ids=[3, size]))
 
 
 @pytest.mark.once_a_family
 def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
     program, none = native_step._program, torch.zeros(0, dtype=torch.int64)
     assert program is not None
-    hidden, refused = program._step.run(none, none, none, Sequences(torch.zeros(0, 4, dtype=torch.int64), None))
+    hidden, refused = run_step(program, (none, none, none, Sequences(torch.zeros(0, 4, dtype=torch.int64), None)))
     assert hidden.shape == (0, served.config["hidden_size"]) and refused == []
 
 
 @pytest.mark.once_a_family
 def test_memory_of_a_large_batch_is_given_back_after_many_small_ones(served: Engine) -> None:
     served.clear()
-    step = native_step._program_of(served.scheduler.tp_worker.model_runner)._step
+    program = native_step._program_of(served.scheduler.tp_worker.model_runner)
+    step = program._step
     slots = torch.arange(8, 1008)
     large = Sequences(torch.tensor([[0, 1000, 0, 0]]), slots.int()[None])
     small = small_batch()
-    step.run(*small)
+    run_step(program, small)
     needed = step.scratch_bytes
-    wanted = step.run(torch.tensor(prompt(1000)), slots - 8, slots, large)[0]
+    wanted = run_step(program, (torch.tensor(prompt(1000)), slots - 8, slots, large))[0]
     assert step.scratch_bytes > 50 * needed > 0
     for _ in range(3 * 1024):  # windows (csrc/base/scratch.h): the large batch's, the one that remembers it, one more
-        step.run(*small)
+        run_step(program, small)
     assert step.scratch_bytes == needed
-    assert torch.equal(step.run(torch.tensor(prompt(1000)), slots - 8, slots, large)[0], wanted)
+    assert torch.equal(run_step(program, (torch.tensor(prompt(1000)), slots - 8, slots, large))[0], wanted)
 
 
 # What changes in SGLang's runner, by attribute, and why there is then no step.
@@ -278,11 +282,11 @@ NO_STEP: dict[str, tuple[str, Any, str]] = {
     "attention in prefill": ("prefill_attention_backend_str", "torch_native", "the attention backend is torch_native"),
     "attention in decode": ("decode_attention_backend_str", "torch_native", "the attention backend is torch_native"),
     "wrapped attention": ("attn_backend", SimpleNamespace(), "the attention backend is wrapped in SimpleNamespace"),
-    "KV dtype": ("token_to_kv_pool.store_dtype", torch.uint8, "the KV pool is a POOL of "),
-    "KV layout": ("token_to_kv_pool.kv_cache_layout", "hnd", "the KV pool is a POOL of "),
-    "rotary": ("model.model.layers[1].self_attn.rotary_emb.is_neox_style", False, "the rotary embedding is ROTARY"),
+    "KV dtype": ("KV_POOL.store_dtype", torch.uint8, "the KV pool is a POOL of "),
+    "KV layout": ("KV_POOL.kv_cache_layout", "hnd", "the KV pool is a POOL of "),
+    "rotary": ("ATTENTION.rotary_emb.is_neox_style", False, "the rotary embedding is ROTARY"),
     "rotary module": (  # as SGLang's embeddings for "longrope" and FoPE, which are not RotaryEmbedding's subclasses
-        "model.model.layers[1].self_attn.rotary_emb",
+        "ATTENTION.rotary_emb",
         torch.nn.Identity(),
         "the rotary embedding is Identity",
     ),
@@ -301,8 +305,8 @@ NO_STEP: dict[str, tuple[str, Any, str]] = {
     ),
 }
 NO_DEEPSEEK_STEP: dict[str, tuple[str, Any, str]] = {
-    "KV layout": ("token_to_kv_pool.use_dsa", True, "the KV pool is a POOL of "),
-    "rotary": ("model.model.layers[1].self_attn.rotary_emb.is_neox_style", True, "the rotary embedding is ROTARY"),
+    "KV layout": ("KV_POOL.use_dsa", True, "the KV pool is a POOL of "),
+    "rotary": ("ATTENTION.rotary_emb.is_neox_style", True, "the rotary embedding is ROTARY"),
 }
 
 
@@ -315,12 +319,15 @@ def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
     path, value, reason = (NO_STEP | NO_DEEPSEEK_STEP if "kv_lora_rank" in served.config else NO_STEP)[name]
     if name == "shape of a weight":
         path = f"model.model.{router(served)}.data"
-    layers = runner.model.model.layers
+    layers, pool = runner.model.model.layers, attending_pool(runner.token_to_kv_pool)
     words = {
-        "POOL": type(runner.token_to_kv_pool).__name__,
-        "ROTARY": type(layers[0].self_attn.rotary_emb).__name__,
+        "POOL": type(pool).__name__,
+        "ROTARY": type(attention_of(runner.model.model).rotary_emb).__name__,
         "LAST": str(len(layers) - 1),
     }
+    last = f"model.model.layers[{len(layers) - 1}]"
+    path = path.replace("ATTENTION", f"{last}.self_attn" if hasattr(layers[-1], "self_attn") else last)
+    path = path.replace("KV_POOL", "token_to_kv_pool" + ("" if pool is runner.token_to_kv_pool else ".full_kv_pool"))
     for word, found in words.items():
         reason = reason.replace(word, found)
     try:
@@ -347,7 +354,7 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
     runner = served.scheduler.tp_worker.model_runner
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(runner.model.model.layers[0].self_attn.rotary_emb, "__class__", BailingMRotaryEmbedding)
+            patch.setattr(attention_of(runner.model.model).rotary_emb, "__class__", BailingMRotaryEmbedding)
             native_step._build(None, runner)
             assert native_step.state() == "the rotary embedding is BailingMRotaryEmbedding"
     finally:

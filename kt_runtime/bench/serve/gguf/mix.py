@@ -1,9 +1,10 @@
-"""Which type llama.cpp's quantizer gives each matrix of a file: Q8_0 and Q4_K_M.
+"""Which type llama.cpp's quantizer gives each matrix of a file: Q8_0, Q4_K_M and MXFP4_MOE.
 
-Q8_0 is one type for all. Q4_K_M has Q6_K for the head, and for `attn_v` and `ffn_down` of some layers: the first and
-last eighth, and every third between. Models of eight experts have better types for keys, values and the attention's
-output, which are small there. Where rows are no whole blocks of 256, another type with about as many bits takes the
-place. Source: llama.cpp, src/llama-quant.cpp, `llama_tensor_get_type_impl` and `tensor_type_fallback`.
+Q8_0 is one type for all. MXFP4_MOE has MXFP4 for the experts, as gpt-oss is published, and Q8_0 for the others.
+Q4_K_M has Q6_K for the head, and for `attn_v` and `ffn_down` of some layers: the first and last eighth, and every third
+between. Models of eight experts have better types for keys, values and the attention's output, which are small there.
+Where rows are no whole blocks of 256, another type with about as many bits takes the place. Source: llama.cpp,
+src/llama-quant.cpp, `llama_tensor_get_type_impl` and `tensor_type_fallback`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from kt_runtime.families.base import integer
 from kt_runtime.gguf_file import BLOCKS
 
 NO_MIX = "BF16"
-FILE_TYPES: Mapping[str, str] = {NO_MIX: "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_K_M": "MOSTLY_Q4_K_M"}
+FILE_TYPES: Mapping[str, str] = {
+    NO_MIX: "MOSTLY_BF16",
+    "Q8_0": "MOSTLY_Q8_0",
+    "Q4_K_M": "MOSTLY_Q4_K_M",
+    "MXFP4_MOE": "MOSTLY_MXFP4_MOE",
+}
 """Mix -> the file type's name in the `gguf` package."""
 MIXES = tuple(name for name in FILE_TYPES if name != NO_MIX)
 
@@ -41,7 +47,10 @@ def type_of(mix: str, name: str, shape: tuple[int, ...], config: Mapping[str, An
     if mix == NO_MIX:
         return NO_MIX
     check_mix(mix)
-    kind = "Q8_0" if mix == "Q8_0" else _q4_k_m(name, config)
+    if mix == "MXFP4_MOE":
+        kind = "MXFP4" if len(shape) == 3 else "Q8_0"
+    else:
+        kind = "Q8_0" if mix == "Q8_0" else _q4_k_m(name, config)
     return kind if shape[-1] % BLOCKS[kind][0] == 0 else _narrow(kind, shape[-1])
 
 

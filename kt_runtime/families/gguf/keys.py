@@ -1,107 +1,51 @@
-"""A GGUF file of llama.cpp as a checkpoint: the Hugging Face config of its keys, and the names of its tensors.
+"""The Hugging Face config of a GGUF file's keys.
 
 Keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; their meaning: src/llama-hparams.cpp and the
-models' files in src/models. Names: gguf-py/gguf/tensor_mapping.py. Mixtral is a `llama` with experts. Its rotary
-embedding turns adjacent elements in llama.cpp, so that the converter interleaves the halves of each head of the query
-and key matrices (`LlamaModel.permute` in convert_hf_to_gguf.py); the other architectures' rows stay as they are.
-
-A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name. Layers behind the last, for
-multi-token prediction (`nextn_predict_layers`), are read past.
-
-MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
-[heads, value, latent].
+models' files in src/models. A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name.
+Layers behind the last, for multi-token prediction (`nextn_predict_layers`), are read past. What llama.cpp has in its
+source, without a key, stands in `OF_LLAMA_CPP`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from kt_runtime.errors import CheckpointError, UnknownNameError
 
 Keys = Mapping[str, Any]
-KV_B = ".self_attn.kv_b_proj.weight"
-EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+Read = Callable[[str], Sequence[float]]
 
-_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
-_LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+OF_LLAMA_CPP: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},  # llm_graph_context::build_moe_ffn
+    "llama4_text": {  # src/models/llama4.cpp
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+    },
 }
-_OTHERWISE = {"glm4_moe": {"post_attention_layernorm": "post_attention_norm"}}
-"""Of a layer, by `model_type`, where they differ from `_OF_LAYER`."""
+"""Values that llama.cpp computes with, whatever a model's config says, by `model_type`."""
+WITHOUT_QK_NORM_EXPERTS = 128  # a llama4 of so many experts (Maverick) has no norms of queries and keys
+_ROPE_FREQS = "rope_freqs.weight"
+_PATTERN = "attention.sliding_window_pattern"
+_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 
 
-def gguf_name(config: Mapping[str, Any], name: str) -> str:
-    """The tensor of a GGUF file that holds the Hugging Face tensor `name`, which is not of a routed expert."""
-    if name.endswith(".e_score_correction_bias"):
-        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    module, _, kind = name.rpartition(".")
-    if module in _OF_MODEL:
-        return f"{_OF_MODEL[module]}.{kind}"
-    layer, _, inner = module.removeprefix("model.layers.").partition(".")
-    otherwise = _OTHERWISE.get(config["model_type"], {})
-    return f"blk.{layer}.{otherwise.get(inner) or _OF_LAYER[inner]}.{kind}"
-
-
-def layer_of(name: str) -> int:
-    """The layer of a GGUF file's tensor; -1: it is of no layer."""
-    match = _LAYER.match(name)
-    return -1 if match is None else int(match[1])
-
-
-def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
-    """Heads of the Hugging Face tensor `name` whose halves are interleaved in the file; 0: its rows are as they are."""
-    if config["model_type"] != "mixtral":
-        return 0
-    keys = {".self_attn.q_proj.weight": "num_attention_heads", ".self_attn.k_proj.weight": "num_key_value_heads"}
-    return next((int(config[key]) for end, key in keys.items() if name.endswith(end)), 0)
-
-
-def split_kv_b(config: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """The two tensors of a `kv_b_proj` that is split by head: of keys and of values."""
-    whole = gguf_name(config, name)
-    return whole.replace("attn_kv_b", "attn_k_b"), whole.replace("attn_kv_b", "attn_v_b")
-
-
-def expert_prefix(layer: int) -> str:
-    """The prefix of a layer's experts for the native loader (csrc/weights/gguf_layer.h)."""
-    return f"blk.{layer}"
-
-
-def config_of(keys: Keys, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Any]:
-    """The content of a config.json for a file with these keys and tensors [outermost dimension first].
+def config_of(
+    keys: Keys, shapes: Mapping[str, tuple[int, ...]], where: str, read: Read | None = None
+) -> dict[str, Any]:
+    """The content of a config.json for a file with these keys and tensors [outermost dimension first]. `read`: returns
+    the numbers of a vector of the file.
 
     Raises UnknownNameError for an architecture without a family, CheckpointError for a missing or wrong key.
     """
     architecture = keys.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise UnknownNameError("architecture of a GGUF file", str(architecture)[:80], _ARCHITECTURES, where)
-    return _ARCHITECTURES[architecture](_Reader(keys, shapes, architecture, where))
+    return _ARCHITECTURES[architecture](_Reader(keys, shapes, architecture, where, read))
 
 
 @dataclass(frozen=True)
@@ -110,6 +54,7 @@ class _Reader:
     shapes: Mapping[str, tuple[int, ...]]
     architecture: str
     where: str
+    read: Read | None = None
 
     def number(self, key: str, default: int | None = None) -> int:
         found = self._found(key, default)
@@ -130,6 +75,18 @@ class _Reader:
             raise self.error(key, found, "true or false")
         return found
 
+    def flags(self, key: str, length: int) -> list[bool]:
+        found = self._found(key, None)
+        if not isinstance(found, list) or len(found) != length or not all(isinstance(one, bool) for one in found):
+            raise self.error(key, found, f"{length} booleans, one for each layer")
+        return found
+
+    def numbers(self, key: str, length: int) -> list[int]:
+        found = self._found(key, None)
+        if not isinstance(found, list) or len(found) != length or not all(type(one) is int for one in found):
+            raise self.error(key, found, f"{length} integers")
+        return found
+
     def has(self, key: str) -> bool:
         return f"{self.architecture}.{key}" in self.keys
 
@@ -144,7 +101,7 @@ class _Reader:
         return CheckpointError(f"{self.where}: key '{self.architecture}.{key}' is {shown}; expected {expected}")
 
     def common(self) -> dict[str, Any]:
-        """What the architectures share; `moe_intermediate_size` only where a file has a size of the experts alone."""
+        """What the architectures share."""
         embedding = self.shapes.get("token_embd.weight")
         if embedding is None or len(embedding) != 2:
             raise CheckpointError(f"{self.where}: tensor 'token_embd.weight' is missing, or no matrix")
@@ -152,7 +109,6 @@ class _Reader:
             "attention_bias": False,
             "hidden_act": "silu",
             "hidden_size": self.number("embedding_length"),
-            "intermediate_size": self.number("feed_forward_length"),
             "max_position_embeddings": self.number("context_length"),
             "num_attention_heads": self.number("attention.head_count"),
             "num_experts_per_tok": self.number("expert_used_count"),
@@ -204,6 +160,7 @@ class _Reader:
 def _qwen3_moe(file: _Reader) -> dict[str, Any]:
     return {
         **file.common(),
+        "intermediate_size": file.number("feed_forward_length"),
         "moe_intermediate_size": file.number("expert_feed_forward_length"),
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -226,6 +183,7 @@ def _deepseek(file: _Reader) -> dict[str, Any]:
     version = _deepseek_v3() if gating == _SIGMOID else _deepseek_v2(groups)
     return {
         **file.common(),
+        "intermediate_size": file.number("feed_forward_length"),
         **version,
         "moe_intermediate_size": file.number("expert_feed_forward_length"),
         "first_k_dense_replace": file.number("leading_dense_block_count"),
@@ -274,6 +232,7 @@ def _mixtral(file: _Reader) -> dict[str, Any]:
     config = file.common()
     return {
         **config,
+        "intermediate_size": file.number("feed_forward_length"),
         "architectures": ["MixtralForCausalLM"],
         "head_dim": file.number("rope.dimension_count", config["hidden_size"] // max(1, config["num_attention_heads"])),
         "model_type": "mixtral",
@@ -286,6 +245,7 @@ def _mixtral(file: _Reader) -> dict[str, Any]:
 def _olmoe(file: _Reader) -> dict[str, Any]:
     return {
         **file.common(),
+        "intermediate_size": file.number("feed_forward_length"),
         "architectures": ["OlmoeForCausalLM"],
         "clip_qkv": None,
         "model_type": "olmoe",
@@ -293,6 +253,176 @@ def _olmoe(file: _Reader) -> dict[str, Any]:
         "num_experts": file.number("expert_count"),
         "num_key_value_heads": file.number("attention.head_count_kv"),
     }
+
+
+def _gpt_oss(file: _Reader) -> dict[str, Any]:
+    config = file.common()
+    layers, scaling = config["num_hidden_layers"], config["rope_scaling"]
+    if scaling is not None:
+        kind = scaling.pop("type")
+        # llama.cpp rounds the bounds of the ramp, which the published models do not; a file does not say.
+        scaling |= {"rope_type": kind, "truncate": False}
+    if isinstance(file.keys.get(f"{file.architecture}.{_PATTERN}"), list):
+        slides = file.flags(_PATTERN, layers)
+    else:  # llama_hparams::set_swa_pattern
+        period = file.number(_PATTERN, 2)
+        slides = [period == 0 or layer % period < period - 1 for layer in range(layers)]
+    return {
+        **config,
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": config["num_experts_per_tok"],
+        "head_dim": file.number("attention.key_length"),
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "model_type": "gpt_oss",
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_local_experts": file.number("expert_count"),
+        "sliding_window": file.number("attention.sliding_window"),
+        "swiglu_limit": OF_LLAMA_CPP["gpt_oss"]["swiglu_limit"],
+    }
+
+
+def _delta_net(file: _Reader) -> dict[str, Any]:
+    """What Qwen3-Next and Qwen3.5 share."""
+    config = file.common()
+    layers, interval = config["num_hidden_layers"], file.number("full_attention_interval", 4)
+    expected = [interval == 0 or (layer + 1) % interval != 0 for layer in range(layers)]
+    spare = [False] * file.number("nextn_predict_layers", 0)
+    key = "attention.recurrent_layers"
+    if file.has(key) and (found := file.flags(key, layers + len(spare))) != expected + spare:
+        raise file.error(key, found, f"true for all layers but every {interval}th (full_attention_interval)")
+    value_heads, values = file.number("ssm.time_step_rank"), file.number("ssm.inner_size")
+    if not value_heads or values % value_heads:
+        raise file.error("ssm.inner_size", values, f"a multiple of the {value_heads} heads of ssm.time_step_rank")
+    return {
+        **config,
+        "full_attention_interval": interval,
+        "head_dim": file.number("attention.key_length"),
+        "linear_conv_kernel_dim": file.number("ssm.conv_kernel"),
+        "linear_key_head_dim": file.number("ssm.state_size"),
+        "linear_num_key_heads": file.number("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": values // value_heads,
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
+        "num_experts": file.number("expert_count"),
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "shared_expert_intermediate_size": file.number("expert_shared_feed_forward_length"),
+    }
+
+
+def _rotated_part(file: _Reader) -> float:
+    """`partial_rotary_factor`."""
+    head, rotated = file.number("attention.key_length"), file.number("rope.dimension_count")
+    if not 0 < rotated <= head:
+        raise file.error("rope.dimension_count", rotated, f"1 to {head} (attention.key_length)")
+    return rotated / head
+
+
+def _qwen3_next(file: _Reader) -> dict[str, Any]:
+    return {
+        **_delta_net(file),
+        "architectures": ["Qwen3NextForCausalLM"],
+        "decoder_sparse_step": 1,
+        "intermediate_size": file.number("feed_forward_length"),
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "norm_topk_prob": True,
+        "partial_rotary_factor": _rotated_part(file),
+    }
+
+
+def _qwen3_5_moe(file: _Reader) -> dict[str, Any]:
+    config = _delta_net(file)
+    theta = config.pop("rope_theta")
+    if config.pop("rope_scaling") is not None:
+        raise file.error("rope.scaling.type", "yarn", "none")
+    interval = config["full_attention_interval"]
+    kinds = ["linear_attention"] * max(0, interval - 1) + ["full_attention"]
+    return {
+        **config,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "attn_output_gate": True,
+        "layer_types": [kinds[layer % len(kinds)] for layer in range(config["num_hidden_layers"])],
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": file.numbers("rope.dimension_sections", 4)[:3],
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": _rotated_part(file),
+        },
+    }
+
+
+def _llama4(file: _Reader) -> dict[str, Any]:
+    if file.number("attention.sliding_window", 1) == 0:
+        raise file.error("attention.sliding_window", 0, "no such key: a Llama 4 has chunks")
+    config = file.common()
+    head = file.number("rope.dimension_count")
+    return {
+        **config,
+        **OF_LLAMA_CPP["llama4_text"],
+        "architectures": ["Llama4ForCausalLM"],
+        "head_dim": head,
+        "interleave_moe_layer_step": file.number("interleave_moe_layer_step"),
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "intermediate_size_mlp": file.number("feed_forward_length"),
+        "model_type": "llama4_text",
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])],
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_local_experts": file.number("expert_count"),
+        "rope_scaling": _llama3_scaling(file, config["rope_theta"], head),
+        "use_qk_norm": file.number("expert_count") != WITHOUT_QK_NORM_EXPERTS,
+    }
+
+
+def _llama3_scaling(file: _Reader, theta: float, head: int) -> dict[str, Any] | None:
+    """From the factors of the rotary embedding's frequencies, which are all that a file has of it.
+
+    A factor is 1 for short wavelengths and `factor` for long ones. Where there are some between, they are of
+    `high_freq_factor` 4 and `low_freq_factor` 1, as in Llama 3; else both are 1, as in Llama 4. The boundary is
+    Llama 4's `original_max_position_embeddings`, 8,192.
+    """
+    if _ROPE_FREQS not in file.shapes or file.read is None:
+        return None
+    found = file.read(_ROPE_FREQS)
+    for high in (1.0, 4.0):
+        scaling = {
+            "factor": float(f"{max(found):.7g}"),
+            "high_freq_factor": high,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        }
+        factors = llama3_factors(scaling, theta, head)
+        if len(found) == len(factors) and all(
+            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, factors, strict=True)
+        ):
+            return scaling
+    raise CheckpointError(f"{file.where}: tensor {_ROPE_FREQS!r} is not of a Llama 4's rotary embedding")
+
+
+def read_for_config(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tensors of a file from which keys of its config were computed."""
+    return (_ROPE_FREQS,) if config["model_type"] == "llama4_text" else ()
+
+
+def llama3_factors(scaling: Mapping[str, Any], theta: float, head: int) -> list[float]:
+    """What llama.cpp divides each frequency by (LlamaModel.generate_extra_tensors)."""
+    factor, positions = scaling["factor"], scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+
+    def of(wavelength: float) -> float:
+        if wavelength < positions / high:
+            return 1.0
+        if wavelength > positions / low:
+            return float(factor)
+        smooth = (positions / wavelength - low) / (high - low)
+        return 1 / ((1 - smooth) / factor + smooth)
+
+    return [of(2 * math.pi * theta ** (2 * number / head)) for number in range(head // 2)]
 
 
 def _glm4_moe(file: _Reader) -> dict[str, Any]:
@@ -304,6 +434,7 @@ def _glm4_moe(file: _Reader) -> dict[str, Any]:
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.shapes),
         "first_k_dense_replace": file.number("leading_dense_block_count"),
         "head_dim": head,
+        "intermediate_size": file.number("feed_forward_length"),
         "model_type": "glm4_moe",
         "moe_intermediate_size": file.number("expert_feed_forward_length"),
         "n_group": 1,
@@ -348,82 +479,12 @@ _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "deepseek2": _deepseek,
     "llama": _mixtral,
     "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
+    "qwen3next": _qwen3_next,
+    "qwen35moe": _qwen3_5_moe,
+    "llama4": _llama4,
     "glm4moe": _glm4_moe,
     "minimax-m2": _minimax_m2,
 }
-ARCHITECTURES: Collection[str] = tuple(_ARCHITECTURES)
-"""`general.architecture` of the files that can be read."""
-
-_PACKED: Mapping[str, tuple[str, int, int, int, int]] = {
-    "BF16": ("bf16", 16, 0, 0, 0),
-    "Q8_0": ("int8_g32", 8, 32, 2, 0),
-    "Q4_0": ("int4_g32", 4, 32, 2, 0),
-    "Q5_0": ("int5_g32", 5, 32, 2, 0),
-    "MXFP4": ("mxfp4_g32", 4, 32, 1, 0),
-    "Q4_K": ("int4k_g32", 4, 32, 1, 4),
-    "Q5_K": ("int5k_g32", 5, 32, 1, 4),
-    "Q6_K": ("int6k_g16", 6, 16, 1, 2),
-    "IQ4_NL": ("iq4_g32", 4, 32, 2, 0),
-    "IQ4_XS": ("iq4k_g32", 4, 32, 1, 2),
-}
-"""Type of experts → the store's format, bits of a code, columns of a group, bytes of its scale, bytes for 256 columns:
-4 where groups have minima (csrc/kernels/layout.h)."""
-EXPERT_TYPES: Collection[str] = tuple(_PACKED)
-DENSE_TYPES: Collection[str] = tuple(kind for kind in _PACKED if kind != "BF16")
-"""Types of linear layers' matrices that stay quantized."""
-
-
-def packed_tensors(config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Hugging Face's name of each tensor of a linear layer that stays quantized on a CPU, and its type. `config`: the
-    content of config.json, of any checkpoint."""
-    settings = config.get("quantization_config") or {}
-    dense = settings.get("dense") if settings.get("quant_method") == "gguf" else None
-    return dense or {}
-
-
-def packed_name(kind: str) -> str:
-    """The store's name of the format in which experts of this type are held."""
-    return _PACKED[kind][0]
-
-
-def packed_bytes(kind: str, rows: int, cols: int) -> int:
-    """Bytes of one matrix in the packed layout of csrc/kernels/layout.h. `cols`: whole blocks of the type."""
-    _, bits, group, scale_bytes, super_bytes = _PACKED[kind]
-    block_bytes = cols * 16 * bits // 8
-    if group:
-        groups, supers = cols // group, ceil(cols / 256)
-        with_minima = 2 if super_bytes == 4 else 1
-        block_bytes += 64 + with_minima * _lines(groups * 16 * scale_bytes)
-        block_bytes += with_minima * _lines(supers * 32) if super_bytes else 0
-    return ceil(rows / 16) * block_bytes
-
-
-def _lines(size: int) -> int:
-    return -(-size // 64) * 64
-
-
-def expert_types(shapes_and_types: Mapping[str, str], layers: Collection[int], where: str) -> list[tuple[str, str]]:
-    """The types (of gate and up, of down) of each layer's experts. `shapes_and_types`: type of each tensor.
-
-    Raises CheckpointError for a missing tensor, and for a type that no kernel has.
-    """
-    return [_layer_types(shapes_and_types, layer, where) for layer in layers]
-
-
-def _layer_types(types: Mapping[str, str], layer: int, where: str) -> tuple[str, str]:
-    found = []
-    for tensor in EXPERT_TENSORS:
-        name = f"{expert_prefix(layer)}.{tensor}.weight"
-        if name not in types:
-            raise CheckpointError(f"{where}: tensor {name!r} is missing: layer {layer} lacks experts")
-        if types[name] not in EXPERT_TYPES:
-            raise CheckpointError(
-                f"{where}: tensor {name!r} has type {types[name]}; experts are served in {', '.join(EXPERT_TYPES)}"
-            )
-        found.append(types[name])
-    gate, up, down = found
-    if gate != up:
-        raise CheckpointError(f"{where}: layer {layer}: gate is {gate} and up {up}; expected one type for both")
-    if (gate == "BF16") != (down == "BF16"):
-        raise CheckpointError(f"{where}: layer {layer}: gate is {gate} and down {down}; expected BF16 for all or none")
-    return gate, down
+ARCHITECTURES = tuple(_ARCHITECTURES)
+"""Those that are served; each was compared with llama.cpp."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.gguf_file import read_gguf
 from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.serve.models.gguf_model import gguf_directory

@@ -1,1 +1,0 @@
-"""One quantized GGUF file that the server and llama.cpp both read."""

@@ -1,0 +1,12 @@
+"""Ranks: processes that compute one model together, each with a share of its heads, outputs and experts.
+
+Every rank gets the same input rows and computes some columns of each product; which columns do not change their bits.
+The ranks exchange columns and rows, never partial sums: a sum has the order of one rank. So results are equal to those
+of one process, bit for bit. How processes are started and connected is the serving engine's matter (`sglang_patch`).
+"""
+
+from kt_runtime.ranks.exchange import Exchange, GroupExchange
+from kt_runtime.ranks.experts import SharedExperts
+from kt_runtime.ranks.share import Share
+
+__all__ = ["Exchange", "GroupExchange", "Share", "SharedExperts"]

@@ -1,0 +1,84 @@
+"""`kt-runtime serve --tp-size N`: what several ranks can serve, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import family_for
+from kt_runtime.families.base import integer
+from kt_runtime.serve.memory.machine import has_gpu
+from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.sglang_patch.options import last_value
+
+FAMILIES = ("qwen3_moe",)
+"""Families whose layers are all split, and were compared with one rank."""
+
+SPLIT = {
+    "attention heads": "num_attention_heads",
+    "key-value heads": "num_key_value_heads",
+    "hidden units": "hidden_size",
+}
+
+
+def with_ranks(options: ServeOptions, config: Mapping[str, Any]) -> ServeOptions:
+    """The options without the parts that several ranks have not; unchanged with one.
+
+    `config`: the model's config.json. Raises InvalidValueError for an option, machine or model with which several ranks
+    can't be.
+    """
+    if options.tp_size == 1:
+        return options
+    _check(options.tp_size, options, config)
+    return replace(options, finetuning_dir="off")
+
+
+def _check(ranks: int, options: ServeOptions, config: Mapping[str, Any]) -> None:
+    from kt_runtime.experts.gguf import gguf_files  # both import torch
+    from kt_runtime.ranks.share import check_divides
+
+    if has_gpu():
+        raise _refused(ranks, "ranks are processes on CPUs so far: start the server with --device cpu")
+    for option, why in _excluded(options):
+        raise _refused(ranks, f"{option} is for one rank: {why}")
+    family = family_for(config)
+    if family.name not in FAMILIES:
+        raise _refused(ranks, f"the family {family.name} is not split over ranks yet; {', '.join(FAMILIES)} is")
+    if gguf_files(config.get("quantization_config")):
+        raise _refused(ranks, "a GGUF model is not split over ranks; serve its safetensors checkpoint")
+    numbers = {what: integer(config, key) for what, key in SPLIT.items()}
+    for what, number in {**numbers, "routed experts": family.expert_shape(config)[0]}.items():
+        try:
+            check_divides(ranks, number, what)
+        except InvalidValueError as error:
+            raise _refused(ranks, str(error)) from None
+
+
+def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
+    """(option, why) of those that were given and need one rank."""
+    grammars = last_value(options.passed_on, "--grammar-backend") or "none"
+    given = {
+        ("--exact", "training computes nothing on several"): options.exact,
+        ("--cache-host", "the tiers of the prefix cache are one process's"): bool(options.cache_host_bytes),
+        ("--cache-disk", "the tiers of the prefix cache are one process's"): bool(options.cache_disk_bytes),
+        ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
+        ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
+        ("--routing-replay", "it is for training"): bool(options.routing_replay_bytes),
+        ("--finetuning-dir", "several ranks do not train"): options.finetuning_dir not in (None, "off"),
+        ("--lora-memory", "adapters would leave their slots at other times on each rank"): (
+            options.lora_memory_bytes is not None
+        ),
+        ("--grammar-backend", "grammars are computed in time of their own on each rank"): grammars != "none",
+    }
+    return [which for which, is_given in given.items() if is_given]
+
+
+def settings_of_ranks(num_ranks: int) -> dict[str, str]:
+    """Environment variables for gloo, which connects the ranks of this machine."""
+    return {"GLOO_SOCKET_IFNAME": "lo"} if num_ranks > 1 else {}
+
+
+def _refused(num_ranks: int, why: str) -> InvalidValueError:
+    return InvalidValueError(f"--tp-size {num_ranks}: {why}")

@@ -1,0 +1,93 @@
+"""Linear layers behind attention heads and behind SwiGLU are split by their outputs, over ranks.
+
+SGLang 0.5.23 symbols: `layers.linear.RowParallelLinear.__init__`, `.forward`, `lora.layers.RowParallelLinearWithLoRA
+.forward`; `lora.mem_pool.LoRAMemoryPool.get_lora_A_shape` and `.get_lora_B_shape`. Reason: SGLang splits these layers
+by their inputs, and ranks add up partial sums: a sum over inputs then has another order than in one process. Here each
+rank gets the inputs of all, and has some rows of the weight. All other layers that SGLang splits, it splits by outputs.
+
+SGLang's layer boundaries add up the ranks' results; `Share.placed` makes that sum exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
+
+POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
+SYMBOLS = (
+    "sglang.srt.layers.linear.RowParallelLinear.__init__",
+    "sglang.srt.layers.linear.RowParallelLinear.forward",
+    "sglang.srt.lora.layers.RowParallelLinearWithLoRA.forward",
+    f"{POOL}.get_lora_A_shape",
+    f"{POOL}.get_lora_B_shape",
+)
+SPLIT_BY_OUTPUTS = ("o_proj",)
+"""Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
+
+
+def install(hooks: Hooks) -> None:
+    init, forward, forward_with_lora, a_shape, b_shape = SYMBOLS[:5]
+    if hooks.on_cpu:
+        hooks.around(init, split_by_outputs)
+        hooks.around(forward, forward_of_all_inputs)
+        hooks.around(forward_with_lora, forward_of_all_inputs)
+        hooks.after(a_shape, whole_a)
+        hooks.after(b_shape, own_rows_of_b)
+
+
+def split_by_outputs(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """The layer's parameter has as many elements as SGLang's: [outputs / N, inputs], not [outputs, inputs / N].
+
+    Raises InvalidValueError for a layer that Qwen3-MoE does not have: with a bias, or with a sum over ranks of its own.
+    """
+    original(layer, *args, **kwargs)
+    exchange = group.exchange()
+    if exchange is None:
+        return
+    if layer.bias is not None or not layer.input_is_parallel or layer.reduce_results:
+        raise InvalidValueError(
+            f"a layer of {layer.output_size} outputs can't be split over ranks: bias {layer.bias is not None}, "
+            f"input_is_parallel {layer.input_is_parallel}, reduce_results {layer.reduce_results}"
+        )
+    rows = exchange.share.of(layer.output_size, "outputs")
+    weight = layer.weight
+    weight.data = weight.data.view(len(rows), layer.input_size)
+    weight.weight_loader = partial(_load_rows, rows)
+    layer.kt_outputs, layer.output_size = layer.output_size, len(rows)
+    layer.output_partition_sizes, layer.input_size_per_partition = [len(rows)], layer.input_size
+
+
+def _load_rows(rows: range, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    """loaded [outputs, inputs]."""
+    parameter.data.copy_(loaded[rows.start : rows.stop])
+
+
+def forward_of_all_inputs(
+    original: Callable[..., Any], layer: Any, input_: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """SGLang's forward, with and without LoRA: [T, inputs / N] -> [T, outputs], to be summed over ranks."""
+    exchange = group.exchange()
+    if exchange is None:
+        return original(layer, input_, *args, **kwargs)
+    plain = getattr(layer, "base_layer", layer)
+    columns, bias = original(layer, exchange.all_columns(input_), *args, **kwargs)
+    return exchange.share.placed(columns, plain.kt_outputs), bias
+
+
+def whole_a(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """[slots, R, inputs] of SGLang's [slots, R, inputs / N]."""
+    ranks = group.num_ranks()
+    return (*shape[:-1], shape[-1] * ranks) if module_name in SPLIT_BY_OUTPUTS else shape
+
+
+def own_rows_of_b(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """[slots, outputs / N, R] of SGLang's [slots, outputs, R]."""
+    ranks = group.num_ranks()
+    return (shape[0], shape[1] // ranks, shape[2]) if module_name in SPLIT_BY_OUTPUTS else shape

@@ -1,0 +1,213 @@
+"""A real server of two ranks against one of a single rank: the same tokens and log-probabilities, bit by bit, of the
+base and of adapters; what each rank holds; and what happens when one of them dies or is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from reference import lora
+from system import forked_server
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.errors import ConflictError, KtError
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.wire.messages import LoraSettings
+
+SECONDS = 60.0
+NEW_TOKENS = 12
+LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
+ADAPTERS = {"all": (8, ()), "attention": (3, ("attention",)), "experts": (4, ("experts",))}
+ONE_THREAD = ("--expert-threads", "1", "--max-lora-rank", "8")
+PASSED_ON = ("--", "--chunked-prefill-size", "64", "--page-size", "8")
+
+Answer = tuple[list[int], list[float]]  # tokens, and log-probabilities of prompt and answer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and adapters of all its modules, of attention, of experts."""
+    directory = tmp_path_factory.mktemp("ranks")
+    make_model("tiny-qwen3-moe", directory / "model", seed=6)
+    config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+    for seed, (name, (rank, only)) in enumerate(ADAPTERS.items()):
+        adapter = lora.random_adapter(config, rank=rank, alpha=12.0, seed=seed, only=only)
+        lora.write_adapter(directory / name, adapter)
+    return directory
+
+
+@contextlib.contextmanager
+def running(directory: Path, name: str, *options: str) -> Iterator[ServerAPI]:
+    arguments = [*ONE_THREAD, "--adapter-dir", str(directory / f"{name}-adapters"), *options, *PASSED_ON]
+    with server(str(directory / "model"), arguments, directory / f"{name}.log") as api:
+        yield api
+
+
+def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> Answer:
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "lora_path": adapter,
+    }
+    answer = api.post("/generate", body)
+    meta = answer["meta_info"]
+    values = [item[0] for item in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
+    return answer["output_ids"], values
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 700, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
+    """To prompts alone, together, with cached prefixes; of the base and of adapters beside it; of a name that moves."""
+    given = [ask(api, prompt) for prompt in prompts()]
+    for name in ADAPTERS:
+        api.post("/kt/adapters", {"name": name, "path": str(directory / name)})
+    names = (None, *ADAPTERS)
+    with ThreadPoolExecutor(len(names) * len(LENGTHS)) as pool:
+        asked = [pool.submit(ask, api, [5, *prompt], name) for prompt in prompts() for name in names]
+        given += [each.result() for each in asked]
+    api.post("/kt/adapters", {"name": "all", "path": str(directory / "experts"), "take_over": True})
+    moved = ask(api, [5, *prompts()[3]], "all")
+    api.post("/kt/adapters/all/rollback", {})
+    back = ask(api, [5, *prompts()[3]], "all")
+    assert moved != back
+    given += [moved, back, ask(api, prompts()[-1][:300] + prompts()[-2])]
+    for name in ADAPTERS:
+        api.delete(f"/kt/adapters/{name}")
+    return [*given, ask(api, prompts()[2])]
+
+
+@pytest.mark.parametrize(("dtype", "expert_format"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")])
+def test_two_ranks_answer_with_the_bits_of_one(directory: Path, dtype: str, expert_format: str | None) -> None:
+    options = ["--dtype", dtype, *(("--expert-format", expert_format) if expert_format else ())]
+    name = f"{dtype}-{expert_format}"
+    with running(directory, f"one-{name}", *options) as api:
+        expected, whole = answers_of(api, directory), api.get("/kt/status")
+    with running(directory, f"two-{name}", "--tp-size", "2", *options) as api:
+        assert answers_of(api, directory) == expected
+        status = api.get("/kt/status")
+        assert_each_rank_holds_its_share(directory, status, whole)
+        assert_training_is_refused(api)
+
+
+def test_ranks_stay_together_whatever_requests_do(directory: Path) -> None:
+    """Sampled tokens, clients that go away, numbers that are not finite on one rank, grammars."""
+    config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+    lora.write_adapter(directory / "huge", lora.huge_adapter(config))
+    with running(directory, "together", "--tp-size", "2") as api, ThreadPoolExecutor(8) as pool:
+        before = ask(api, prompts()[3])
+        sampled: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0}
+        streams = [pool.submit(sample, api, [5, 6, each], **sampled) for each in range(3, 11)]
+        leave_while_it_streams(api)
+        assert [len(each.result().json()["output_ids"]) for each in streams] == [24] * 8
+        api.post("/kt/adapters", {"name": "huge", "path": str(directory / "huge")})
+        refused = sample(api, [5, 6, 7], adapter="huge", max_new_tokens=4)
+        assert refused.status_code == 422 and "adapter 'huge' computed numbers that are not finite" in refused.text
+        refused = sample(api, [5, 6, 7], regex="a+", max_new_tokens=4)
+        assert refused.status_code == 400 and "grammar" in refused.text.lower()
+        assert ask(api, prompts()[3]) == before
+
+
+def sample(api: ServerAPI, prompt: list[int], adapter: str | None = None, **sampling: Any) -> httpx.Response:
+    body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter}
+    return httpx.post(f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False)
+
+
+def leave_while_it_streams(api: ServerAPI) -> None:
+    body = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+    with httpx.stream("POST", f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False) as answer:
+        next(line for line in answer.iter_lines() if line)
+    until(lambda: not api.get("/kt/status")["requests_in_flight"])
+
+
+def assert_each_rank_holds_its_share(directory: Path, status: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert whole["ranks"] == []
+    ranks = status["ranks"]
+    assert [(each["rank"], each["first_expert"], each["num_experts"]) for each in ranks] == [(0, 0, 4), (1, 4, 4)]
+    assert [each["expert_bytes"] for each in ranks] == [whole["expert_bytes"] // 2] * 2
+    assert all(each["peak_bytes"] >= each["rss_bytes"] > 0 for each in ranks)
+    assert len({each["pid"] for each in ranks}) == 2
+    assert status["step"] == "the model is split over several ranks" and not status["exact"]
+
+
+def assert_training_is_refused(api: ServerAPI) -> None:
+    with resident_client(api) as client, pytest.raises(ConflictError, match="this server has 2 ranks"):
+        client.create_session("s", LoraSettings(rank=4, alpha=8.0))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true"
+        time.sleep(0.1)
+
+
+class Stream:
+    """An answer that is longer than any test. `error`: how it ended."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self.lines: list[str] = []
+        self.error = ""
+        self._thread = threading.Thread(target=self._read, args=(api.url,), daemon=True)
+        self._thread.start()
+        until(lambda: bool(self.lines))
+
+    def _read(self, url: str) -> None:
+        body = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=SECONDS, trust_env=False) as got:
+                self.lines.extend(line for line in got.iter_lines() if line)
+        except httpx.TransportError as error:
+            self.error = type(error).__name__
+
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_end_with_an_error_that_names_the_one_at_fault(directory: Path, how: str, rank: int) -> None:
+    name = f"{how}-{rank}"
+    with running(directory, name, "--tp-size", "2") as api:
+        frontend = forked_server.frontend_of(directory / "model")
+        processes = [frontend, *frontend.children(recursive=True)]
+        pid = api.get("/kt/status")["ranks"][rank]["pid"]
+        stream = Stream(api)
+        at_fault = psutil.Process(pid)
+        at_fault.kill() if how == "killed" else at_fault.suspend()
+        until(lambda: not any(has_not_ended(process) for process in processes))
+        until(stream.ended)
+        assert stream.error or "error" in stream.lines[-1]
+    log = (directory / f"{name}.log").read_text(errors="replace")
+    expected = {"killed": "has died: SIGKILL", "stopped": "is stopped by a signal"}[how]
+    assert f"rank {rank} (process {pid}) {expected}; the server ends" in log
+
+
+def has_not_ended(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_number_that_does_not_divide_is_refused_at_once(directory: Path) -> None:
+    with (
+        pytest.raises(KtError, match="--tp-size 3: 4 attention heads can't be split evenly over 3 ranks"),
+        running(directory, "refused", "--tp-size", "3"),
+    ):
+        pass

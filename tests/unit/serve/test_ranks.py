@@ -1,0 +1,90 @@
+"""`serve --tp-size`: what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.serve.ranks import settings_of_ranks, with_ranks
+
+QWEN = load_preset("tiny-qwen3-moe").config
+TWO = ServeOptions(model="tiny-qwen3-moe", device="cpu", tp_size=2)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_runtime.serve.ranks.has_gpu", lambda: False)
+
+
+def test_ranks_are_taken_and_do_not_run_fine_tuning_jobs() -> None:
+    assert with_ranks(TWO, QWEN) == replace(TWO, finetuning_dir="off")
+    assert settings_of_ranks(2) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_one_rank_changes_nothing() -> None:
+    one = replace(TWO, tp_size=1, exact=True)
+    assert with_ranks(one, QWEN) == one
+    assert settings_of_ranks(1) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "problem"),
+    [
+        (3, {}, "--tp-size 3: 4 attention heads can't be split evenly over 3 ranks"),
+        (4, {}, "--tp-size 4: 2 key-value heads can't be split evenly over 4 ranks"),
+        (2, {"num_experts": 7}, "--tp-size 2: 7 routed experts can't be split evenly over 2 ranks"),
+        (2, {"hidden_size": 127}, "--tp-size 2: 127 hidden units can't be split evenly over 2 ranks"),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_values(
+    ranks: int, changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=problem):
+        with_ranks(replace(TWO, tp_size=ranks), {**QWEN, **changed})
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ({"exact": True}, "--exact"),
+        ({"cache_host_bytes": 1 << 20}, "--cache-host"),
+        ({"cache_disk_bytes": 1 << 20}, "--cache-disk"),
+        ({"registry": "/srv/registry"}, "--registry"),
+        ({"routing_replay_bytes": 1 << 20}, "--routing-replay"),
+        ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),
+        ({"lora_memory_bytes": 1 << 20}, "--lora-memory"),
+        ({"max_adapter_disk_bytes": 1 << 20}, "--max-adapter-disk"),
+        ({"passed_on": ("--grammar-backend", "xgrammar")}, "--grammar-backend"),
+    ],
+)
+def test_options_for_one_rank_are_refused(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"--tp-size 2: {option} is for one rank: "):
+        with_ranks(replace(TWO, **given), QWEN)
+
+
+def test_other_families_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="--tp-size 2: the family deepseek_v3 is not split over ranks yet"):
+        with_ranks(TWO, load_preset("tiny-deepseek-v3").config)
+
+
+def test_a_gguf_model_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="--tp-size 2: a GGUF model is not split over ranks"):
+        with_ranks(TWO, {**QWEN, "quantization_config": {"quant_method": "gguf", "files": [str(Path("a.gguf"))]}})
+
+
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_runtime.serve.ranks.has_gpu", lambda: True)
+    with pytest.raises(InvalidValueError, match="--tp-size 2: ranks are processes on CPUs so far"):
+        with_ranks(TWO, QWEN)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_less_than_one_rank_is_refused(ranks: int) -> None:
+    with pytest.raises(InvalidValueError, match=f"--tp-size {ranks}: must be at least 1"):
+        replace(TWO, tp_size=ranks)
