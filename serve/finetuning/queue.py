@@ -113,26 +113,28 @@ class JobQueue:
     # One job.
 
     async def _validate(self, job: JobRecord) -> None:
-        try:
-            start = await self._start_of(job)
-            async with self._preparing:
+        """One job after the other, until it is queued: a later job does not overtake one whose record is still being
+        written."""
+        async with self._preparing:
+            try:
+                start = await self._start_of(job)
                 decided = await asyncio.to_thread(self._prepared, job, start)
-        except WrongFile as error:
-            what = "training" if error.param == "training_file" else "validation"
-            await self._fail(job, JobError(code=f"invalid_{what}_file", message=str(error), param=error.param))
-        except (KtError, OSError) as error:
-            await self._fail(job, JobError(code="invalid_job", message=str(error)))
-        except Exception as error:  # the boundary: a bug becomes a failed job and a log entry
-            logger.exception("checking fine-tuning job %s failed", job.id)
-            await self._fail(job, JobError(code="server_error", message=_unexpected(error)))
-        else:
-            if job.has_ended:
-                return
-            job.hyperparameters = decided
-            await self._save(job, "queued")
-            await self._note(job, "Files validated, moving job to queued state")
-            self._enqueue(job)
-            self._wake.set()
+            except WrongFile as error:
+                what = "training" if error.param == "training_file" else "validation"
+                await self._fail(job, JobError(code=f"invalid_{what}_file", message=str(error), param=error.param))
+            except (KtError, OSError) as error:
+                await self._fail(job, JobError(code="invalid_job", message=str(error)))
+            except Exception as error:  # the boundary: a bug becomes a failed job and a log entry
+                logger.exception("checking fine-tuning job %s failed", job.id)
+                await self._fail(job, JobError(code="server_error", message=_unexpected(error)))
+            else:
+                if job.has_ended:
+                    return
+                job.hyperparameters = decided
+                await self._save(job, "queued")
+                await self._note(job, "Files validated, moving job to queued state")
+                self._enqueue(job)
+                self._wake.set()
 
     def _enqueue(self, job: JobRecord) -> None:
         """A job that was interrupted comes first, then the one created first, whose files may be checked later."""

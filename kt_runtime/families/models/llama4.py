@@ -152,6 +152,7 @@ class Llama4(GroupedQueryFamily):
 
     def _stack_attention(self, config: Config, layer: int) -> GroupedQuery:
         plain, rotates = super()._stack_attention(config, layer), bool(self.rotates(config)[layer])
+        assert isinstance(plain, GroupedQuery)
         return GroupedQuery(
             qkv=plain.qkv,
             qkv_bias=None,

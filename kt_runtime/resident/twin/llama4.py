@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
-from kt_runtime.families.stack import GroupedQuery, Latent
+from kt_runtime.families.stack import GatedDelta, GroupedQuery, Latent
 from kt_runtime.ops.norms import frozen_rms_norm
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.ops.row_factors import scale_rows, temperature_of
@@ -52,7 +52,7 @@ def _routed(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torc
     return logits, scores.gather(-1, ids).float(), ids
 
 
-def attend_in_turns(attention: nn.Module, table: GroupedQuery | Latent, chunk: int) -> None:
+def attend_in_turns(attention: nn.Module, table: GroupedQuery | Latent | GatedDelta, chunk: int) -> None:
     """Patches an attention module of Hugging Face: `table` says what its layer does, `chunk` how long chunks are."""
     assert isinstance(table, GroupedQuery)
 

@@ -104,7 +104,8 @@ def test_a_share_of_the_experts_is_read_and_held_alone(
 
 
 def test_shares_have_fingerprints_of_their_own(tmp_path: Path, experts: ReferenceExperts) -> None:
-    same = ReferenceExperts(*(one[:1].expand_as(one).clone() for one in (experts.gate, experts.up, experts.down)))
+    gate, up, down = (one[:1].expand_as(one).clone() for one in (experts.gate, experts.up, experts.down))
+    same = ReferenceExperts(gate, up, down)
     save_file(per_expert_tensors(same, KEY), tmp_path / "model.safetensors")
     found = [load(tmp_path, share=share).fingerprint() for share in (range(1), range(1, 2), range(3))]
     assert len(set(found)) == 3 and found[2] == load(tmp_path).fingerprint()

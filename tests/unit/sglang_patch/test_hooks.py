@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -
 
 
 def functions(count: int) -> list[Callable[[], int]]:
-    return [lambda number=number: number for number in range(count)]
+    return [partial(int, number) for number in range(count)]
 
 
 @pytest.mark.parametrize("by", ["the registry", "Bindings"])

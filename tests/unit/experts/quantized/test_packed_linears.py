@@ -20,7 +20,7 @@ from kt_runtime.errors import CheckpointError, InvalidValueError
 from kt_runtime.experts import dense
 from kt_runtime.experts.gguf import GgufTensors
 from kt_runtime.experts.packed.weight import PackedWeight
-from kt_runtime.families.gguf import DENSE_TYPES, packed_bytes
+from kt_runtime.families.gguf import DENSE_TYPES, Held, Part, packed_bytes
 from kt_runtime.ops.matmul import frozen_linear
 
 FLOAT32 = 2e-6  # relative to the length of the result
@@ -50,12 +50,16 @@ def matrices(kinds: Sequence[str], columns: int = COLUMNS) -> tuple[list[np.ndar
     return blocks, torch.from_numpy(np.concatenate(values).astype(np.float64))
 
 
+def as_it_is(name: str) -> Held:
+    return Held(name, (), (Part(name, ()),))
+
+
 def packed(place: Path, kinds: Sequence[str], dtype: torch.dtype) -> tuple[PackedWeight, torch.Tensor]:
     blocks, values = matrices(kinds)
     names = [f"blk.0.attn_{part}.weight" for part in "qkv"]
     write_tensors(place / "m.gguf", dict(zip(names, zip(kinds, blocks, strict=True), strict=True)))
     with GgufTensors([place / "m.gguf"]) as tensors:
-        return tensors.packed([(name, 0) for name in names], dtype), values
+        return tensors.packed([as_it_is(name) for name in names], dtype), values
 
 
 def in_int8(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -175,4 +179,4 @@ def test_a_bad_scale_is_refused_with_its_tensor(tmp_path: Path) -> None:
         GgufTensors([tmp_path / "m.gguf"]) as tensors,
         pytest.raises(CheckpointError, match=r"m.gguf: tensor 'blk.0.attn_v.weight' holds a scale that is NaN"),
     ):
-        tensors.packed([(name, 0) for name in names], torch.float32)
+        tensors.packed([as_it_is(name) for name in names], torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,24 @@ def test_a_restarted_server_resumes_the_interrupted_job_before_queued_ones(desk:
 
     desk.run(before)
     desk.run(after)
+
+
+def test_a_job_whose_record_is_written_slowly_is_not_overtaken(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = jobs.JobStore.save
+
+    def slow_for_the_first(store: jobs.JobStore, job: jobs.JobRecord) -> None:
+        if job.sequence == 1 and job.status == "queued":
+            time.sleep(0.5)
+        save(store, job)
+
+    async def scenario(desk: Any) -> None:
+        created = [await desk.create() for _ in range(2)]
+        for number, job in enumerate(created):
+            assert (await desk.trainer(number)).place.name == job["id"]
+            desk.trainers[number].exit_status = 0
+
+    monkeypatch.setattr(jobs.JobStore, "save", slow_for_the_first)
+    desk.run(scenario)
 
 
 def test_a_job_that_every_server_dies_of_fails(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
