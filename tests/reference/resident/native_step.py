@@ -165,8 +165,8 @@ class States:
 
 
 def attention_of(model: Any) -> Any:
-    """The last module of SGLang's decoder stack that attends to keys."""
-    return list(delta_step.attending_layers(model).values())[-1]
+    """The first module of SGLang's decoder stack that attends to keys, of which the step takes scaling and rotary table."""
+    return next(iter(delta_step.attending_layers(model).values()))
 
 
 def run_step(program: native_step.Program, batch: tuple[Any, ...], lora: BatchLora = NO_LORA) -> Any:
