@@ -110,6 +110,7 @@ def shimmed(control: Path, *, is_patient: bool = True) -> Iterator[None]:
     """Servers started meanwhile have a disk that fails when `control` says so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faulty_disk.CONTROL, str(control))
+        patch.delenv(faulty_disk.PATIENCE, raising=False)  # of the module's server
         if is_patient:
             patch.setenv(faulty_disk.PATIENCE, PATIENT_SECONDS)
         yield
@@ -222,7 +223,7 @@ def test_a_disk_that_refuses_reads_is_read_again_when_it_does_not(disk: Disk) ->
 def test_a_disk_that_hangs_holds_nobody_up(impatient: Disk) -> None:
     disk = impatient
     stored = {seed: disk.store(seed) for seed in range(250, 258)}
-    disk.served.flush_memory()  # not again: SGLang does not empty its memory while a thread hangs
+    disk.served.flush_memory()
     disk.fault({"hang": ["read", "write", "sync"]})
     for seed, expected in stored.items():
         found = disk.served.ask(prompt(seed))
