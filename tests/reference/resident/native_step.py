@@ -165,7 +165,7 @@ class States:
 
 
 def attention_of(model: Any) -> Any:
-    """The first module of SGLang's decoder stack that attends to keys, of which the step takes scaling and rotary table."""
+    """The first module of SGLang's decoder stack that attends to keys: the step takes its scaling and rotary table."""
     return next(iter(delta_step.attending_layers(model).values()))
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+ANSWER_TOKENS = 12
+Answer = tuple[list[int], list[float]]  # tokens, and log-probabilities of prompt and answer
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -47,11 +50,22 @@ def generate(api: Any, prompts: list[list[int]], new_tokens: int, **options: Any
     return answers
 
 
+def ask(api: Any, prompt: list[int], adapter: str | None = None) -> Answer:
+    """ANSWER_TOKENS tokens of the base or of an adapter, and what a comparison of bits needs."""
+    answer = generate(api, [prompt], ANSWER_TOKENS, logprob_start_len=0, lora_path=[adapter])[0]
+    return answer["output_ids"], given_logprobs(answer)
+
+
+def given_logprobs(answer: dict[str, Any]) -> list[float]:
+    """Of the prompt's tokens that the answer has and that have tokens before them, and of the answer's."""
+    meta = answer["meta_info"]
+    return [item[0] for item in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+
+
 def check(answer: dict[str, Any], expected: Expected, tolerance: float) -> float:
     """The largest difference of a logprob, of prompt tokens too where the answer has them."""
     assert expected.prompt + answer["output_ids"] == expected.tokens
-    meta = answer["meta_info"]
-    found = [item[0] for item in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    found = given_logprobs(answer)
     largest = max(abs(a - b) for a, b in zip(found, expected.logprobs[-len(found) :], strict=True))
     assert largest <= tolerance
     return largest

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from reference import lora
+from reference.server.greedy import Answer, ask
 from system import forked_server
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -26,13 +27,10 @@ from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire.messages import LoraSettings
 
 SECONDS = 60.0
-NEW_TOKENS = 12
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
 ADAPTERS = {"all": (8, ()), "attention": (3, ("attention",)), "experts": (4, ("experts",))}
 ONE_THREAD = ("--expert-threads", "1", "--max-lora-rank", "8")
 PASSED_ON = ("--", "--chunked-prefill-size", "64", "--page-size", "8")
-
-Answer = tuple[list[int], list[float]]  # tokens, and log-probabilities of prompt and answer
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +50,6 @@ def running(directory: Path, name: str, *options: str) -> Iterator[ServerAPI]:
     arguments = [*ONE_THREAD, "--adapter-dir", str(directory / f"{name}-adapters"), *options, *PASSED_ON]
     with server(str(directory / "model"), arguments, directory / f"{name}.log") as api:
         yield api
-
-
-def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> Answer:
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "lora_path": adapter,
-    }
-    answer = api.post("/generate", body)
-    meta = answer["meta_info"]
-    values = [item[0] for item in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
-    return answer["output_ids"], values
 
 
 def prompts() -> list[list[int]]:

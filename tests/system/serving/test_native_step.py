@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
+from reference.server.greedy import Answer, ask
 from system.conftest import Served
 
-from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.families import family_for
@@ -21,11 +22,7 @@ from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
-NEW_TOKENS = 12
 ADAPTERS = {"tuned": LoraSettings(rank=4, alpha=8, seed=5), "other": LoraSettings(rank=7, alpha=3, seed=6)}
-
-
-Answer = tuple[list[int], list[float]]  # tokens, and logprobs of prompt and answer
 
 
 class Answers(NamedTuple):
@@ -35,20 +32,6 @@ class Answers(NamedTuple):
     state: tuple[str, list[str], str]
     given: list[Answer]
     adapted: list[Answer]
-
-
-def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> Answer:
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "lora_path": adapter,
-    }
-    answer = api.post("/generate", body)
-    meta = answer["meta_info"]
-    values = [item[0] for item in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
-    return answer["output_ids"], values
 
 
 def has_states(directory: Path) -> bool:
