@@ -66,7 +66,7 @@ class SGLangHost:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
-        self.has_whole_tensors = self.num_ranks == 1
+        self.exchange = group.exchange()
         self._ranks = members.gather(self._runner.model)
         self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)

@@ -57,7 +57,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"checkpoint_file", "families", "files", "errors", "mapped"},
     "cache": {"files", "errors"},
     "registry": {"files", "errors"},
-    "resident": {"device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped"},
+    "resident": {
+        *("device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped", "ranks")
+    },
     "bench": (PARTS - {"bench"}) | OUTSIDE | {"configs"},
     "cli": PARTS | OUTSIDE | {"configs"},
     "sglang_patch": PARTS - {"bench", "cli"},
