@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from kt_runtime.errors import (
     RuntimeFault,
     UnknownNameError,
 )
+from kt_runtime.ranks import Share
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.handlers import SessionHandlers
@@ -434,12 +436,12 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     follower.close()
 
 
-def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
+def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
     make_host: Callable[..., Any], tmp_path: Path
 ) -> None:
     host, other = make_host(), make_host()
     for each in (host, other):
-        each.num_ranks, each.has_whole_tensors = 2, False
+        each.num_ranks, each.exchange = 2, SimpleNamespace(share=Share(0, 2))
     (tmp_path / "0").mkdir()
     adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=0)
     path = write_adapter(tmp_path / "saved", adapter)
@@ -447,7 +449,7 @@ def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
     follower = Resident(other, engine.settings, None)
     try:
         with engine.client() as client:
-            with pytest.raises(ConflictError, match=r"this server has 2 ranks .* serve only"):
+            with pytest.raises(ConflictError, match="2 ranks .* serve only: the family deepseek_v3 is not trained"):
                 client.create_session("a", LORA)
             loaded = client.load_adapter("bob", str(path))
             status = client.status()
