@@ -65,7 +65,7 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
         ("--cache-disk", "the tiers of the prefix cache are one process's"): bool(options.cache_disk_bytes),
         ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
         ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
-        ("--routing-replay", "routes are kept by the native step"): bool(options.routing_replay_bytes),
+        ("--routing-replay", "it was not tried on several"): bool(options.routing_replay_bytes),
         ("--finetuning-dir", "its jobs were not tried on several"): options.finetuning_dir not in (None, "off"),
         ("--lora-memory", "adapters would leave their slots at other times on each rank"): (
             options.lora_memory_bytes is not None
