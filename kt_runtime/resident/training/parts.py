@@ -64,7 +64,7 @@ class AdapterParts:
         return torch.linalg.vector_norm(self.whole(name, gradient))
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest on any rank."""
+        """Of each value, a float32 number, the largest on any rank."""
         if self._exchange is None:
             return list(values)
-        return self._exchange.all_columns(torch.tensor(values, dtype=torch.float64)[:, None]).amax(1).tolist()
+        return self._exchange.all_columns(torch.tensor(values, dtype=torch.float32)[:, None]).amax(1).tolist()

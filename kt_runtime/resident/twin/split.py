@@ -222,8 +222,7 @@ class SplitLoraLinear(LoraLinear):
 
 
 class SplitVocabulary:
-    """A table [V, H], embeddings or head, of which each rank has as many consecutive rows; the last ones may be padding.
-    """
+    """A table [V, H], embeddings or head: each rank has as many consecutive rows, and the last ones may be padding."""
 
     def __init__(self, rows: Tensor, vocabulary: int, exchange: Exchange) -> None:
         self.weight, self._vocabulary = SplitWeight(rows.detach(), exchange), vocabulary
@@ -247,7 +246,8 @@ class SplitVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V] in hidden's dtype."""
-        return self.weight.exchange.all_columns(dense.linear(hidden, self.weight.rows))[:, : self._vocabulary].contiguous()
+        padded = self.weight.exchange.all_columns(dense.linear(hidden, self.weight.rows))
+        return padded[:, : self._vocabulary].contiguous()
 
     def by_hidden(self, by_logits: Tensor) -> Tensor:
         """[M, V] -> [M, H]."""

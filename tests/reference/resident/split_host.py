@@ -45,7 +45,8 @@ def own_tensors(config: Mapping[str, Any], whole: Mapping[str, torch.Tensor], sh
             parts.setdefault(source.source, []).append(range(source.start, source.stop))
     own = dict(whole)
     for name, ranges in parts.items():
-        rows = [part.start + row for part in sorted(ranges, key=lambda part: part.start) for row in share.of(len(part), "")]
+        ranges = sorted(ranges, key=lambda part: part.start)
+        rows = [part.start + row for part in ranges for row in share.of(len(part), "rows")]
         own[name] = whole[name][rows].clone()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows_of_all = share.of(len(whole[name]), "rows of the vocabulary")

@@ -18,7 +18,7 @@ from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.twin import split
 from kt_runtime.wire import Samples
-from kt_runtime.wire.messages import PolicyLoss, PreferenceLoss
+from kt_runtime.wire.messages import CrossEntropy, PolicyLoss, PreferenceLoss
 
 STEPS = 10
 Results = dict[str, Any]
@@ -62,8 +62,10 @@ def whole_gradients(session: Any) -> Results:
 def state_of(session: Any) -> Results:
     """All masters and moments, whole."""
     copied = run_at_once(checkpoint.snapshot(session, optimizer=True))
-    pairs = {f"{name}.{kind}": getattr(pair, kind) for name, pair in copied.adapter.modules.items() for kind in ("a", "b")}
-    return pairs | copied.optimizer
+    adapter = copied.adapter.modules.items()
+    return {f"{name} {kind}": each for name, pair in adapter for kind, each in zip("ab", pair, strict=True)} | (
+        copied.optimizer
+    )
 
 
 def assert_same(expected: Any, found: Any, where: str = "") -> None:
@@ -158,8 +160,7 @@ def test_a_layer_that_is_cut_has_the_bits_of_a_whole_one(make_session_lab: Any, 
     def work(lab: Any) -> Results:
         session = lab.session(fill=False)
         fill(session)
-        cut = session.forward_backward(batch, checkpoint_loss(), 64)
-        run_cut(cut, 20)
+        run_cut(session.forward_backward(batch, CrossEntropy(), 64), 20)
         return whole_gradients(session)
 
     def whole(lab: Any) -> Results:
@@ -171,12 +172,6 @@ def test_a_layer_that_is_cut_has_the_bits_of_a_whole_one(make_session_lab: Any, 
     ranks = run_ranks(2, lambda exchange: work(make_session_lab(exchange, torch.float32, None)))
     for found in ranks:
         assert_same(whole(make_session_lab(None, torch.float32, None)), found)
-
-
-def checkpoint_loss() -> Any:
-    from kt_runtime.wire.messages import CrossEntropy
-
-    return CrossEntropy()
 
 
 def run_cut(slices: Any, tokens: int) -> None:
@@ -243,10 +238,9 @@ def test_partial_sums_of_ranks_would_have_other_bits(
         lab.forward_backward(session, batch)
         return whole_gradients(session)
 
-    def partial(self: Any, by_out: torch.Tensor) -> torch.Tensor:
-        rows = len(self.rows)
-        halves = [by_out[..., at : at + rows] @ self.columns[at : at + rows] for at in range(0, by_out.shape[-1], rows)]
-        return torch.stack(halves).sum(0)
+    def partial(self: Any, by_out: torch.Tensor) -> Any:
+        pairs = zip(by_out.split(len(self.rows), -1), self.columns[: by_out.shape[-1]].split(len(self.rows)), strict=True)
+        return sum(some @ rows for some, rows in pairs)
 
     monkeypatch.setattr(split.SplitWeight, "by_input", partial)
     expected, ranks = on_one_and_on(2, make_session_lab, gradients)
