@@ -20,8 +20,8 @@ class NoSessions:
     def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
         """Raises ConflictError when it is run."""
         raise ConflictError(
-            f"this server has {self._num_ranks} ranks (--tp-size {self._num_ranks}), which serve only: {self._why}; start "
-            "one without --tp-size to train; `kt-runtime adapter load` brings here what was trained there"
+            f"this server has {self._num_ranks} ranks (--tp-size {self._num_ranks}), which serve only: {self._why}; "
+            "start one without --tp-size to train; `kt-runtime adapter load` brings here what was trained there"
         )
         yield
 

@@ -42,10 +42,10 @@ from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.scheduler import Slice, Slices
-from kt_runtime.resident.training.parts import AdapterParts
 from kt_runtime.resident.training.portions import portions
 from kt_runtime.resident.training.session import Session
 from kt_runtime.resident.training.session_limits import num_parameters
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.wire.messages import LoraSettings
 
 SESSION_FILE = "session.json"
@@ -74,8 +74,8 @@ class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a session's state at one moment: training may continue while the copy is written. Whole, also of several
-    ranks: a checkpoint does not depend on their number."""
+    """A copy of a session's state at one moment: training may continue while the copy is written. It is whole: a
+    checkpoint does not depend on the number of ranks."""
 
     saved: SavedSession
     adapter: AdapterTensors

@@ -16,8 +16,8 @@ from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.training.checkpoint import masters_from
-from kt_runtime.resident.training.parts import AdapterParts
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.resident.twin.lora import initial_values
 from kt_runtime.wire.messages import LoraSettings, SessionInfo
 

@@ -75,8 +75,9 @@ class AdamW:
 
     `changed` is called with the names of parameters that a slice has updated. `threads`: for parameters in host memory.
     They share a slice by pieces, each computed by one thread: OpenMP's threads would wait for each other after each of
-    the dozen operations, and at a few GB/s per processor there is nothing to win from them. `over_ranks`: of each number
-    the largest on any rank, each of which has a part of the parameters.
+    the dozen operations, and at a few GB/s per processor there is nothing to win from them.
+
+    `over_ranks`: of each number the largest on any rank, each of which has a part of the parameters.
     """
 
     def __init__(

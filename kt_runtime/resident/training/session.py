@@ -26,13 +26,13 @@ from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.copies import MasterCopies
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
-from kt_runtime.resident.training.parts import AdapterParts
 from kt_runtime.resident.training.policy import PolicyLossFunction
 from kt_runtime.resident.training.portions import freed, portions
 from kt_runtime.resident.training.preference import PreferenceLossFunction
 from kt_runtime.resident.training.replay import CallRoutes
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.training.slices import training_call
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.resident.twin.batches import TrainingBatch, split
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin

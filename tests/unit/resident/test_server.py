@@ -449,7 +449,7 @@ def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
     follower = Resident(other, engine.settings, None)
     try:
         with engine.client() as client:
-            with pytest.raises(ConflictError, match="2 ranks .* serve only: the family deepseek_v3 is not trained"):
+            with pytest.raises(ConflictError, match=r"2 ranks .* serve only: the family deepseek_v3 is not trained"):
                 client.create_session("a", LORA)
             loaded = client.load_adapter("bob", str(path))
             status = client.status()
