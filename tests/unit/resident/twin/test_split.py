@@ -239,10 +239,8 @@ def test_partial_sums_of_ranks_would_have_other_bits(
         return whole_gradients(session)
 
     def partial(self: Any, by_out: torch.Tensor) -> Any:
-        pairs = zip(
-            by_out.split(len(self.rows), -1), self.columns[: by_out.shape[-1]].split(len(self.rows)), strict=True
-        )
-        return sum(some @ rows for some, rows in pairs)
+        some, rows = by_out.split(len(self.rows), -1), self.columns[: by_out.shape[-1]].split(len(self.rows))
+        return sum(one @ other for one, other in zip(some, rows, strict=True))
 
     monkeypatch.setattr(split.SplitWeight, "by_input", partial)
     expected, ranks = on_one_and_on(2, make_session_lab, gradients)
