@@ -103,8 +103,8 @@ class SharedExperts:
 
     def _counted(self, slots: Sequence[LoraSlot | None], pairs: _Pairs) -> list[LoraSlot | None]:
         """With the numbers that tokens and experts have in one process, for dropout."""
-        own = {"tokens": pairs.tokens, "first_expert": self._experts.start}
-        return [replace(slot, **own) if slot is not None and slot.dropout else slot for slot in slots]
+        tokens, first = pairs.tokens, self._experts.start
+        return [slot and (replace(slot, tokens=tokens, first_expert=first) if slot.dropout else slot) for slot in slots]
 
     def _summed(self, pairs: _Pairs, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """rows [P, H] of this rank's pairs -> this rank's columns of the tokens' weighted sums, [T, H / N]."""

@@ -31,7 +31,7 @@ from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
-from kt_runtime.resident.handlers import Answers, Arrays, SessionHandlers, SessionRequest
+from kt_runtime.resident.handlers import Answers, Arrays, RanksDiffer, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.no_sessions import NoSessions
@@ -482,8 +482,10 @@ class Resident:
         self._answer(reply, None)
 
     def _fail_session(self, request_id: str, error: Exception) -> None:
-        """Raises an error that the other ranks may not have: this one would not make the calls that they wait for."""
-        if self._host.exchange is not None and not isinstance(error, KtError):
+        """Raises an error that the other ranks may not have, since they wait for what this one does not do then; and
+        the loss of a rank."""
+        is_everyone_s = isinstance(error, KtError) and not isinstance(error, ConnectionError)
+        if isinstance(error, RanksDiffer) or (self._host.exchange is not None and not is_everyone_s):
             raise error
         self._fail(request_id, error)
 

@@ -35,7 +35,7 @@ from kt_runtime.errors import (
 from kt_runtime.ranks import Share
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
-from kt_runtime.resident.handlers import SessionHandlers
+from kt_runtime.resident.handlers import RanksDiffer, SessionHandlers
 from kt_runtime.resident.scheduler import Slice, Work
 from kt_runtime.resident.server import Resident
 from kt_runtime.resident.training.session import Session
@@ -484,6 +484,30 @@ def test_a_rank_that_can_not_prepare_what_rank_0_has_does_not_go_on(
     with pytest.raises(KtError, match="saved"):
         for payload in engine.payloads:
             follower.apply(payload)
+    follower.close()
+
+
+def test_a_rank_that_can_not_load_what_rank_0_has_does_not_go_on(make_host: Callable[..., Any], tmp_path: Path) -> None:
+    """It would train other numbers than the others."""
+    host, other = make_host(), make_host()
+    host.num_ranks = other.num_ranks = 2
+    (tmp_path / "0").mkdir()
+    engine = Engine(host, tmp_path / "0")
+    follower = Resident(other, engine.settings, None)
+    try:
+        with engine.client() as client:
+            client.create_session("a", LORA)
+            with pytest.raises(NotFoundError):  # of all ranks
+                client.load("a", str(tmp_path / "absent"))
+            client.save("a", str(tmp_path / "saved"))
+            client.load("a", str(tmp_path / "saved"))
+    finally:
+        engine.close()
+    next((tmp_path / "saved").glob("adapter_model*")).unlink()
+    with pytest.raises(RanksDiffer, match=r"rank 0 has done this, and this rank can't: .*saved"):
+        for payload in engine.payloads:
+            follower.apply(payload)
+            follower.turn()
     follower.close()
 
 

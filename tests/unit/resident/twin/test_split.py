@@ -90,7 +90,7 @@ def fill(session: Any) -> None:
                 own.copy_(session.parts.own(name, whole))
 
 
-WAYS = {
+WAYS: dict[str, tuple[torch.dtype, str | None, dict[str, Any]]] = {
     "float32": (torch.float32, None, {}),
     "bf16": (torch.bfloat16, None, {}),
     "int8": (torch.bfloat16, "int8", {}),
