@@ -1,4 +1,4 @@
-#include "bind/dense.h"
+#include "bind/binders.h"
 
 #include <string>
 

@@ -1,4 +1,4 @@
-#include "bind/loading.h"
+#include "bind/binders.h"
 
 #include <pybind11/stl.h>
 

@@ -1,6 +1,6 @@
 // The loops of kernels/peaks.h on several threads at once. Arithmetic does not use the thread pool: every thread must
 // run its own equal part at the same time, while the pool gives a late worker's part to a free one.
-#include "bind/machine.h"
+#include "bind/binders.h"
 
 #include <algorithm>
 #include <atomic>
