@@ -23,6 +23,10 @@ PATIENCE_SECONDS = 7.0
 """How long a rank is waited for that neither answers nor uses its processor, in shared memory."""
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
+"""Of tensors that are exchanged."""
+
+
 class NativeExchange:
     """An `Exchange` of tensors over a native one. Raises LostRankError when another rank is lost: for good."""
 
