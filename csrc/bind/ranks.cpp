@@ -44,9 +44,8 @@ class CalledExchange final : public Exchange {
     char* const sent = sent_.reserve<char>(rows * bytes);
     char* const received = received_.reserve<char>(num_ranks() * rows * bytes);
     copy_rows(data + rank() * bytes, stride, sent, bytes, rows, bytes);
-    KT_RETURN_IF_ERROR(call([&] {
-      all_gather_(memory(received, num_ranks() * rows * bytes), memory(sent, rows * bytes));
-    }));
+    KT_RETURN_IF_ERROR(
+        call([&] { all_gather_(memory(received, num_ranks() * rows * bytes), memory(sent, rows * bytes)); }));
     for (int other = 0; other < num_ranks(); ++other)
       copy_rows(received + other * rows * bytes, bytes, data + other * bytes, stride, rows, bytes);
     return {};
@@ -101,8 +100,7 @@ class NativeExchange {
  public:
   explicit NativeExchange(std::shared_ptr<Exchange> exchange) : exchange_(std::move(exchange)) {}
 
-  static NativeExchange shared(int descriptor, const std::vector<pid_t>& processes, int rank,
-                               double patience_seconds) {
+  static NativeExchange shared(int descriptor, const std::vector<pid_t>& processes, int rank, double patience_seconds) {
     if (rank < 0 || rank >= static_cast<int>(processes.size()))
       throw BindError{"invalid_value", "rank is " + std::to_string(rank) + "; there are " +
                                            std::to_string(processes.size()) + " processes"};

@@ -1,5 +1,3 @@
-#include "bind/binders.h"
-
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "bind/attention.h"
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "bind/ranks.h"
@@ -107,7 +106,8 @@ class LayerReader {
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
     const bool is_grouped_query = !attention.has("by_key_head") && !attention.has("latent_norm");
-    if (stack_.exchange && !is_grouped_query) fail(attention.prefix() + "qkv is missing: ranks share no other attention");
+    if (stack_.exchange && !is_grouped_query)
+      fail(attention.prefix() + "qkv is missing: ranks share no other attention");
     if (attention.has("by_key_head")) {  // no other kind has it
       layer.attention = gated_delta(attention);
     } else if (is_latent(attention)) {

@@ -22,7 +22,8 @@ class Exchange {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
-  // matrix [T, N C]: each of the N ranks has written its own C columns, in the ranks' order. Writes those of the others.
+  // matrix [T, N C]: each of the N ranks has written its own C columns, in the ranks' order. Writes those of the
+  // others.
   virtual Status gather_columns(const TensorView& matrix) = 0;
 
   // own [counts[rank], N C] of each rank -> out [sum of counts, N C], all ranks' rows in the ranks' order, or

@@ -20,9 +20,7 @@ constexpr double kMostBetweenLooks = 0.25;  // seconds: a longer pause was one o
 // Of a second. A thread that polls uses less, one that computes on a crowded machine more.
 constexpr double kBusyShare = 0.01;
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 int open_process(pid_t process) {
 #ifdef SYS_pidfd_open

@@ -135,8 +135,10 @@ Status SharedExchange::trade(uint64_t kind, const Rows& own, int64_t most_rows, 
     ++piece_;
     const int64_t rows = std::clamp<int64_t>(own.rows - first, 0, at_once);
     copy_rows(own.data + first * own.stride, own.stride, buffer_of(rank()), own.bytes, rows, own.bytes);
-    const uint64_t message = ((kind * 0x1000003 + static_cast<uint64_t>(own.bytes)) * 0x1000003 +
-                              static_cast<uint64_t>(most_rows)) * 0x1000003 + static_cast<uint64_t>(first);
+    const uint64_t message =
+        ((kind * 0x1000003 + static_cast<uint64_t>(own.bytes)) * 0x1000003 + static_cast<uint64_t>(most_rows)) *
+            0x1000003 +
+        static_cast<uint64_t>(first);
     failure_ = trade_piece(message, [&](int rank, const char* piece) { take(rank, first, piece, at_once); });
     if (!failure_.ok()) {
       give_up();

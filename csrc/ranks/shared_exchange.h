@@ -3,8 +3,8 @@
 // Memory: a lane for each rank, then two buffers for each rank. A message is cut into pieces of whole rows that fit a
 // buffer. Piece number s of a rank goes to its buffer s mod 2; then the rank writes s into its lane, and the others,
 // which wait for that, read what they need. A rank that writes piece s has seen piece s - 1 of all others, who had read
-// piece s - 2 by then: so two buffers suffice, and nobody confirms. A wait spins, then yields the processor, then sleeps
-// on a futex.
+// piece s - 2 by then: so two buffers suffice, and nobody confirms. A wait spins, then yields the processor, then
+// sleeps on a futex.
 #pragma once
 
 #include <sys/types.h>

@@ -140,8 +140,7 @@ Status Program::embed_over_ranks(const TensorView& to) {
   KT_RETURN_IF_ERROR(exchange.gather_rows(own, counts, all));
   std::vector<int64_t> next(counts.size(), 0);  // row of each rank's next token
   for (size_t i = 1; i < next.size(); ++i) next[i] = next[i - 1] + counts[i - 1];
-  for (int64_t t = 0; t < to.shape[0]; ++t)
-    std::memcpy(element_of(to, t), element_of(all, next[owner_of(t)]++), bytes);
+  for (int64_t t = 0; t < to.shape[0]; ++t) std::memcpy(element_of(to, t), element_of(all, next[owner_of(t)]++), bytes);
   return {};
 }
 

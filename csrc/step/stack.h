@@ -1,9 +1,9 @@
 // A model's decoder stack as a table: the engine's parameters and KV pool, which are read and written in place, and the
 // layers of the expert store. The owner of the tensors keeps them alive.
 //
-// With ranks (`Stack::exchange`) each has a share: of the heads with their keys, of the rows of `out`, `gate_up`, `down`
-// and the embedding, of the experts; then N, K, D and E below are the rank's own, but for the columns of `out` and `down`
-// and for the router, which has all experts.
+// With ranks (`Stack::exchange`) each has a share: of the heads with their keys, of the rows of `out`, `gate_up`,
+// `down` and the embedding, of the experts; then N, K, D and E below are the rank's own, but for the columns of `out`
+// and `down` and for the router, which has all experts.
 //
 // H hidden, I intermediate, V vocabulary, N query heads, K key heads, D head size, E experts, S slots of the KV pool, P
 // positions, L slots of the LoRA pool, R its highest rank. Sizes of latent attention have their names of config.json.

@@ -222,9 +222,9 @@ LEFT_OUT = {"weighs_input": False, "chunk": 0, "offset_norms": False, "vocabular
 
 @dataclass(frozen=True)
 class StepShare:
-    """The step's part of a model that several ranks share: heads and their keys, rows of `out`, `gate_up`, `down` and of
-    the embedding, experts. Rank r's embedding has the ids from r * `ids_per_rank` on. `exchange`: with the others, which
-    all run the same batches."""
+    """The step's part of a model that several ranks share: heads and their keys, experts, rows of `out`, `gate_up`,
+    `down` and of the embedding. Rank r's embedding has the ids from r * `ids_per_rank` on. `exchange`: with the others,
+    which all run the same batches."""
 
     exchange: _experts.Exchange
     rank: int

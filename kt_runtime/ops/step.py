@@ -44,9 +44,8 @@ def build_step(
     latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them; for Gated DeltaNet the
     convolution's inputs [M, C, W - 1] and the states [M, HV, K, V] of sequences. `angles` [P, D] or
     [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
-    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. `share`: of several
-    ranks, whose tensors `tensors`, `experts`, `pool` and `lora` are. The step's threads and instruction set are the
-    experts'.
+    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. `share`: this
+    rank's, of several; all tensors are its own then. The step's threads and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
@@ -63,7 +62,7 @@ def build_step(
     layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
     embedding = named[stack.embedding]
     ids = _own_ids(vocab_size, share)
-    if not 1 <= vocab_size or ids > len(embedding):
+    if not vocab_size >= 1 or ids > len(embedding):
         raise InvalidValueError(f"{stack.embedding} has {len(embedding)} rows; the vocabulary has {vocab_size} tokens")
     whole = {"embedding": embedding[:ids], "final_norm": named[stack.final_norm], "angles": angles}
     return Step(scalars, whole, layers, lora, share=share, isa=experts.isa, num_threads=experts.num_threads)

@@ -62,8 +62,8 @@ def native_of(group: dist.ProcessGroup) -> _experts.Exchange:
 
 
 def shared_memory_of(group: dist.ProcessGroup, patience_seconds: float = PATIENCE_SECONDS) -> NativeExchange:
-    """Of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all ranks, if one of
-    them can't reach the memory.
+    """Of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all ranks, if one
+    of them can't reach the memory.
 
     Rank 0 makes a file in memory, which has no name; the others open it through rank 0's descriptor.
     """

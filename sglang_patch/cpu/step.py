@@ -395,7 +395,7 @@ def _program_of(runner: Any) -> Program:
 
 
 def _share(embedding: Any) -> StepShare | None:
-    """None with one rank. `embedding`: SGLang's layer, which gives each rank as many ids, the last one perhaps fewer."""
+    """None with one rank. `embedding`: SGLang's, which gives each rank as many ids, the last one perhaps fewer."""
     exchange = group.exchange()
     if exchange is None:
         return None

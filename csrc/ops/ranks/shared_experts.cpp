@@ -54,8 +54,7 @@ class SharedForward {
     for (const int64_t count : work_.counts) all += count;
     const bool sums_all = exchange_.is_near() && tokens() <= kFewTokens;
     const int64_t cols = sums_all ? hidden() : hidden() / exchange_.num_ranks();
-    const TensorView rows =
-        matrix(work_.rows.reserve<float>(std::max<int64_t>(all * cols, 1)), DType::kF32, all, cols);
+    const TensorView rows = matrix(work_.rows.reserve<float>(std::max<int64_t>(all * cols, 1)), DType::kF32, all, cols);
     KT_RETURN_IF_ERROR(exchange_.gather_rows(own, work_.counts, rows));
     add_up(rows, sums_all ? 0 : exchange_.rank() * cols);
     return sums_all ? Status() : exchange_.gather_columns(out_);
@@ -104,8 +103,7 @@ class SharedForward {
     for (int64_t i = 0; i < pairs; ++i) {
       const int64_t pair = work_.pairs[static_cast<size_t>(i)], token = first_ + pair / top_k();
       std::memcpy(rows + static_cast<size_t>(i) * row_bytes, rows_of(call_.x, token, 1).data, row_bytes);
-      work_.ids[static_cast<size_t>(i)] =
-          static_cast<int32_t>(id_at(call_.ids, token, pair % top_k()) - first_expert);
+      work_.ids[static_cast<size_t>(i)] = static_cast<int32_t>(id_at(call_.ids, token, pair % top_k()) - first_expert);
       work_.slots[static_cast<size_t>(i)] = static_cast<int32_t>(slot_at(call_, token));
     }
     RoutedCall& own = work_.own;

@@ -38,7 +38,9 @@ def measure_ranks(plan: Plan, dtype: str, directory: Path, say: Callable[[str], 
             (ONE, ["--expert-threads", str(plan.ranks)]),
             (RANKS, ["--tp-size", str(plan.ranks), "--expert-threads", "1"]),
         ):
-            side = ServerSide(serve, cases, config, dtype, lambda line, name=name: say(f"{name}: {line}"), extra=options)
+            side = ServerSide(
+                serve, cases, config, dtype, lambda line, name=name: say(f"{name}: {line}"), extra=options
+            )
             place = directory / name.replace(" ", "-")
             place.mkdir()
             found[name] = side.measure(model, place)

@@ -78,9 +78,10 @@ def test_a_row_that_fits_no_buffer_is_refused() -> None:
             exchange.all_columns(torch.zeros((1, BUFFER_BYTES // 4 + 1)))
         return str(raised.value)
 
-    assert run_ranks(2, work, "memory") == [
-        f"a row of {BUFFER_BYTES + 4} bytes can't be exchanged; allowed: up to {BUFFER_BYTES}"
-    ] * 2
+    assert (
+        run_ranks(2, work, "memory")
+        == [f"a row of {BUFFER_BYTES + 4} bytes can't be exchanged; allowed: up to {BUFFER_BYTES}"] * 2
+    )
 
 
 def test_ranks_that_do_something_else_do_not_get_each_others_bytes() -> None:
@@ -129,7 +130,9 @@ def test_a_rank_that_hangs_is_named() -> None:
     pid = partner(lambda: time.sleep(600))
     exchange = with_partner(pid)
     try:
-        with pytest.raises(LostRankError, match=rf"^rank 1 \(process {pid}\) computes nothing and has answered nothing"):
+        with pytest.raises(
+            LostRankError, match=rf"^rank 1 \(process {pid}\) computes nothing and has answered nothing"
+        ):
             exchange.all_columns(torch.zeros((1, 2)))
     finally:
         ends(pid)
@@ -148,7 +151,7 @@ def test_a_rank_that_computes_or_is_stopped_is_waited_for(state: str) -> None:
     if state == "is stopped":
         os.kill(pid, signal.SIGSTOP)
         end_later(pid, 2 * PATIENCE_SECONDS)
-    with pytest.raises(LostRankError, match="has ended$"):
+    with pytest.raises(LostRankError, match=r"has ended$"):
         with_partner(pid).all_columns(torch.zeros((1, 2)))
     os.waitpid(pid, 0)
 
@@ -175,5 +178,5 @@ def test_a_failure_of_gloo_is_a_lost_rank() -> None:
         raise RuntimeError("Connection closed by peer")
 
     exchange = NativeExchange(Share(0, 2), _experts.Exchange.called(0, 2, fail, fail))
-    with pytest.raises(LostRankError, match="the connection of the ranks has failed: .*Connection closed by peer"):
+    with pytest.raises(LostRankError, match=r"the connection of the ranks has failed: .*Connection closed by peer"):
         exchange.all_columns(torch.zeros((1, 2)))

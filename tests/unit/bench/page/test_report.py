@@ -148,7 +148,7 @@ def test_a_report_of_serving_without_the_newer_fields_is_read() -> None:
         ("[]", "holds no JSON object"),
         (
             '{"rows": []}',
-            "has the fields rows; .* of loads, training, rl, interfere, swap, serving, cache, gpu, publish",
+            "has the fields rows; .* of loads, training, rl, interfere, swap, scale, serving, cache, gpu, publish",
         ),
         ('{"training": {}, "rows": []}', "bench training`: lacks the field 'sequences'"),
     ],
