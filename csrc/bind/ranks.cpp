@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -40,6 +41,7 @@ class CalledExchange final : public Exchange {
     const int64_t element = dtype_bytes(matrix.dtype), stride = matrix.strides[0] * element;
     const int64_t rows = matrix.shape[0], bytes = matrix.shape[1] / num_ranks() * element;
     if (rows * bytes == 0) return failure_;
+    note_sent(rows, bytes);
     char* const data = matrix.as<char>();
     char* const sent = sent_.reserve<char>(rows * bytes);
     char* const received = received_.reserve<char>(num_ranks() * rows * bytes);
@@ -61,6 +63,7 @@ class CalledExchange final : public Exchange {
       rows += count;
     }
     if (rows * taken == 0) return failure_;
+    note_sent(own.shape[0], taken);
     char* const sent = sent_.reserve<char>(std::max<int64_t>(num_ranks() * own.shape[0] * taken, 1));
     char* const received = received_.reserve<char>(rows * taken);
     for (int other = 0; other < num_ranks(); ++other)
@@ -83,8 +86,10 @@ class CalledExchange final : public Exchange {
   Status call(Body&& body) {
     KT_RETURN_IF_ERROR(failure_);
     const py::gil_scoped_acquire acquire;
+    const auto began = std::chrono::steady_clock::now();
     try {
       body();
+      note_wait(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     } catch (const py::error_already_set& error) {
       failure_ = {StatusCode::kLostRank, std::string("the connection of the ranks has failed: ") + error.what()};
     }
@@ -137,6 +142,8 @@ class NativeExchange {
 
   void give_up() const { exchange_->give_up(); }
   bool is_near() const { return exchange_->is_near(); }
+  double waited_seconds() const { return exchange_->waited_seconds(); }
+  int64_t sent_bytes() const { return exchange_->sent_bytes(); }
   const std::shared_ptr<Exchange>& get() const { return exchange_; }
 
  private:
@@ -174,7 +181,9 @@ void bind_ranks(py::module_& module) {
       .def("gather_columns", &NativeExchange::gather_columns)
       .def("gather_rows", &NativeExchange::gather_rows)
       .def("give_up", &NativeExchange::give_up)
-      .def_property_readonly("is_near", &NativeExchange::is_near);
+      .def_property_readonly("is_near", &NativeExchange::is_near)
+      .def_property_readonly("waited_seconds", &NativeExchange::waited_seconds)
+      .def_property_readonly("sent_bytes", &NativeExchange::sent_bytes);
 }
 
 }  // namespace kt

@@ -33,11 +33,22 @@ class Exchange {
   // Whether a call takes a few microseconds, so that one that spares another may send N times as many bytes.
   virtual bool is_near() const = 0;
 
+  // So far: time in which this rank waited for others, and what it has sent to others.
+  double waited_seconds() const { return waited_seconds_; }
+  int64_t sent_bytes() const { return sent_bytes_; }
+
   // This rank goes no further: the others get an error instead of waiting.
   virtual void give_up() {}
 
+ protected:
+  void note_wait(double seconds) { waited_seconds_ += seconds; }
+  // Rows of `bytes` for each of the other ranks.
+  void note_sent(int64_t rows, int64_t bytes) { sent_bytes_ += (num_ranks_ - 1) * rows * bytes; }
+
  private:
   const int rank_, num_ranks_;
+  double waited_seconds_ = 0;
+  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace kt

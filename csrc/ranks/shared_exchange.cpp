@@ -101,6 +101,7 @@ Status SharedExchange::gather_columns(const TensorView& matrix) {
   const int64_t bytes = matrix.shape[1] / num_ranks() * element;
   auto* const data = matrix.as<char>();
   const Rows own{data + rank() * bytes, matrix.shape[0], bytes, stride};
+  note_sent(own.rows, bytes);
   return trade(kColumns, own, own.rows, [&](int rank, int64_t first, const char* piece, int64_t at_once) {
     const int64_t rows = std::min(at_once, own.rows - first);
     copy_rows(piece, bytes, data + first * stride + rank * bytes, stride, rows, bytes);
@@ -111,6 +112,7 @@ Status SharedExchange::gather_rows(const TensorView& own, const std::vector<int6
   const int64_t element = dtype_bytes(own.dtype), bytes = own.shape[1] * element, taken = out.shape[1] * element;
   const int64_t stride = out.strides[0] * element, first_byte = taken == bytes ? 0 : rank() * taken;
   const Rows rows{own.as<char>(), own.shape[0], bytes, own.strides[0] * element};
+  note_sent(rows.rows, taken);
   std::vector<char*> places(1, out.as<char>());  // of each rank's rows
   for (const int64_t count : counts) places.push_back(places.back() + count * stride);
   copy_rows(rows.data + first_byte, rows.stride, places[static_cast<size_t>(rank())], stride, rows.rows, taken);
@@ -167,7 +169,10 @@ void SharedExchange::publish(uint64_t message) {
 }
 
 Status SharedExchange::wait_for(int rank, uint64_t message) {
-  KT_RETURN_IF_ERROR(wait_for_piece(rank));
+  const auto began = std::chrono::steady_clock::now();
+  const Status status = wait_for_piece(rank);
+  note_wait(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  KT_RETURN_IF_ERROR(status);
   if (lane_of(rank).messages[piece_ % 2] == message) return {};
   return {StatusCode::kLostRank, peers_.name_of(rank) + " computes something else than this rank"};
 }

@@ -16,11 +16,18 @@ from kt_runtime.ranks.share import Share
 class Exchange(Protocol):
     """All ranks make the same calls in the same order; a call returns when all have made it. `native`: for the step.
 
+    `waited_s`: time in which this rank waited for others so far; `sent_bytes`: what it has sent to others.
     A rank that is lost is a LostRankError; nothing can be exchanged after it.
     """
 
     share: Share
     native: _experts.Exchange
+
+    @property
+    def waited_s(self) -> float: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
 
     def all_columns(self, part: Tensor) -> Tensor:
         """[T, C] of each rank, equal in shape and dtype -> [T, N * C], the ranks' columns in their order."""

@@ -33,6 +33,14 @@ class NativeExchange:
     def __init__(self, share: Share, native: _experts.Exchange) -> None:
         self.share, self.native = share, native
 
+    @property
+    def waited_s(self) -> float:
+        return self.native.waited_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.native.sent_bytes
+
     def all_columns(self, part: Tensor) -> Tensor:
         whole = torch.empty((len(part), self.share.num_ranks * part.shape[1]), dtype=part.dtype)
         own = self.share.of(whole.shape[1], "columns") if part.shape[1] else range(0)

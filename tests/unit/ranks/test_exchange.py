@@ -72,6 +72,18 @@ def test_messages_of_many_pieces_and_many_messages(kind: str) -> None:
     assert all(all(each) for each in run_ranks(2, work, kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sent_and_how_long_it_took_is_counted(kind: str) -> None:
+    """Of two messages to each of two other ranks: two columns of four int32 rows, and a third of each row."""
+
+    def work(exchange: Exchange) -> tuple[int, bool]:
+        exchange.all_columns(torch.zeros((4, 2), dtype=torch.int32))
+        exchange.columns_of_rows(rows_of(exchange.share.rank), COUNTS)
+        return exchange.sent_bytes, exchange.waited_s > 0
+
+    assert run_ranks(3, work, kind) == [(2 * (32 + rows * 8), True) for rows in COUNTS]
+
+
 def test_a_row_that_fits_no_buffer_is_refused() -> None:
     def work(exchange: Exchange) -> str:
         with pytest.raises(InvalidValueError) as raised:
