@@ -26,11 +26,11 @@ def install(hooks: Hooks) -> None:
 def bind_rank(original: Callable[..., Any], *, device: str) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    ranks = int(get_parallel().tp_size)
-    if ranks == 1:
+    if int(get_parallel().tp_size) == 1:
         return original(device=device)
+    ranks = int(get_parallel().tp_size) // int(get_parallel().nnodes)  # of this host
     cores = cores_of(sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, processors_of(cores, int(get_parallel().tp_rank), ranks))
+    os.sched_setaffinity(0, processors_of(cores, int(get_parallel().tp_rank) % ranks, ranks))
     return None
 
 
