@@ -278,7 +278,8 @@ class _Frontend:
             self._door.stalled = engine.stalled
             reserved = self._door.models.reserved
             async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
-                adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)
+                place, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
+                adapters = Adapters(resident, names, engine.num_requests, place, has_hosts=has_hosts)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
