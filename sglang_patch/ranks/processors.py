@@ -42,17 +42,21 @@ def processors_of(cores: Sequence[Sequence[int]], rank: int, num_ranks: int) -> 
 
 
 def cores_of(processors: Sequence[int], topology: Path = TOPOLOGY) -> list[list[int]]:
-    """The processors of each physical core, in the order of packages and cores. A processor of which the system says
-    nothing is a core."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """The processors of each physical core, in the order of memory nodes, packages and cores: with as many ranks as
+    nodes each rank has a node. A processor of which the system says nothing is a core."""
+    found: dict[tuple[int, int, int], list[int]] = {}
     for processor in processors:
-        found.setdefault(_place(topology / f"cpu{processor}" / "topology", processor), []).append(processor)
+        found.setdefault(_place(topology / f"cpu{processor}", processor), []).append(processor)
     return [found[place] for place in sorted(found)]
 
 
-def _place(topology: Path, processor: int) -> tuple[int, int]:
+def _place(directory: Path, processor: int) -> tuple[int, int, int]:
+    """(memory node, package, core). `directory`: the system's about the processor."""
+    node = min((int(each.name[4:]) for each in directory.glob("node[0-9]*")), default=-1)
     try:
-        package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+        package, core = (
+            int((directory / "topology" / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
     except (OSError, ValueError):
-        return (-1, processor)
-    return (package, core)
+        return (node, -1, processor)
+    return (node, package, core)

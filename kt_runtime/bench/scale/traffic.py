@@ -120,7 +120,7 @@ def predicted(
 
 def dense_parameters(config: Mapping[str, Any]) -> int:
     """Weights outside the routed experts that a decoded token reads: all but the embedding."""
-    from kt_runtime.serve.memory.plan import count_parameters
+    from kt_runtime.serve.models.checkpoint import count_parameters
 
     return count_parameters(config).dense - int(config["vocab_size"]) * int(config["hidden_size"])
 
