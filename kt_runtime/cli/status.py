@@ -47,7 +47,9 @@ def _show_ranks(ranks: list[dict[str, Any]]) -> None:
     if len(hosts) > 1:
         places = ", ".join(f"host {number} ({address})" for number, address in sorted(hosts.items()))
         click.echo(f"{len(ranks)} ranks on {len(hosts)} hosts: {places}")
-    table = Table("rank", "host", "process", "experts of a layer", "weights", "memory", "most memory", "waits for others")
+    table = Table(
+        "rank", "host", "process", "experts of a layer", "weights", "memory", "most memory", "waits for others"
+    )
     for each in ranks:
         experts = f"{each['first_expert']} to {each['first_expert'] + each['num_experts'] - 1}"
         sizes = (each["dense_bytes"] + each["expert_bytes"], each["rss_bytes"], each["peak_bytes"])

@@ -14,7 +14,7 @@ from kt_runtime.serve.options.named import NOT_OPTIONS, OPTION_NAMES, ServeOptio
 
 PACKAGES = ("sglang", "torch", "transformers")
 CLOCK_SECONDS = 5.0
-"""Hosts' clocks may be so far apart: their logs must be readable side by side, and files of one directory be in order."""
+"""Hosts' clocks may be so far apart: their logs must be readable side by side, files of one directory be in order."""
 
 OF_ONE_HOST = {
     *("model", "host", "port", "api_key", "client_keys", "allow_no_key", "cors_origins", "max_body_bytes"),
@@ -55,12 +55,12 @@ def differences(own: Mapping[str, str], others: Mapping[str, Mapping[str, str]])
 
 
 def clock_problem(who: str, here_s: float, there_s: float) -> str | None:
-    """What is said of clocks that are too far apart: host 0's and the other host's, at one moment (seconds since 1970)."""
+    """What is said of clocks that are too far apart: host 0's and the other's at one moment, in seconds since 1970."""
     if abs(there_s - here_s) <= CLOCK_SECONDS:
         return None
     return (
-        f"clock: host 0 has {_utc(here_s)}, {who} has {_utc(there_s)}, {abs(there_s - here_s):.1f} s apart; allowed are "
-        f"{CLOCK_SECONDS:g} s"
+        f"clock: host 0 has {_utc(here_s)}, {who} has {_utc(there_s)}, {abs(there_s - here_s):.1f} s apart; "
+        f"allowed are {CLOCK_SECONDS:g} s"
     )
 
 

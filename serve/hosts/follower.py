@@ -99,7 +99,7 @@ class Follower:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                     self._stream = await connected(self._place.address, self._place.port)
                     return await self._agree(self._stream, say)
-            except (OSError, asyncio.TimeoutError) as error:  # not there yet, or it begins anew
+            except (TimeoutError, OSError) as error:  # not there yet, or it begins anew
                 why = f" ({error})" if str(error) else ""
                 await asyncio.sleep(RETRY_SECONDS)
         raise RequestTimeoutError(
@@ -114,9 +114,7 @@ class Follower:
                     say(f"connected with {self.leader}; waiting until all {self._place.count} hosts are there")
                     seen = (self._adapters / Path(asked.adapter_file).name).exists()
                     await stream.send(
-                        Answer(
-                            time_s=self._clock(), has_adapter_file=seen, adapter_directory=str(self._adapters)
-                        )
+                        Answer(time_s=self._clock(), has_adapter_file=seen, adapter_directory=str(self._adapters))
                     )
                 case Agreed() as agreed:
                     self.own_address = stream.own

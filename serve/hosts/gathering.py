@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Of gloo, which connects ranks: the interface whose first address it listens at. Without it, the host name's."""
 LOOPBACK = "lo"
+QUEUES = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
+"""SGLang's ZMQ queues between ranks, which it can do without (gloo broadcasts then): between hosts they listen at an
+address that SGLang finds by its own rules, which may be one that other hosts do not reach."""
 
 
 @dataclass
@@ -108,7 +111,7 @@ def _leader(place: HostPlace, facts: dict[str, str], adapters: Path, say: Callab
     agreed = leader.meet(say)
     assert leader.store is not None
     leader.leaving = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    environment = {meeting.VARIABLE: meeting.at(leader.store, place.address, agreed.store_port)}
+    environment = {meeting.VARIABLE: meeting.at(leader.store, place.address, agreed.store_port), **QUEUES}
     return Gathered(environment, address=place.address, leader=leader)
 
 
@@ -116,7 +119,7 @@ def _follower(place: HostPlace, facts: dict[str, str], adapters: Path, say: Call
     follower = Follower(place, facts, adapters)
     agreed = follower.meet(say)
     say(f"the hosts have the same versions, weights and options: {', '.join(agreed.addresses)}")
-    environment = {meeting.VARIABLE: meeting.elsewhere(place.address, agreed.store_port)}
+    environment = {meeting.VARIABLE: meeting.elsewhere(place.address, agreed.store_port), **QUEUES}
     return Gathered(environment, address=follower.own_address, follower=follower)
 
 

@@ -1,4 +1,4 @@
-"""What hosts tell each other: msgpack in frames of 4 bytes of length, big-endian, over TCP. Nothing else is accepted."""
+"""What hosts tell each other over TCP: msgpack behind 4 bytes of length, big-endian. Nothing else is accepted."""
 
 from __future__ import annotations
 

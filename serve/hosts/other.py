@@ -1,4 +1,4 @@
-"""`kt-runtime serve` on a host other than host 0: what it prints, and how it ends. Implements `other_host.OtherHost`."""
+"""`kt-runtime serve` on a host other than host 0: what it prints, how it ends. Implements `other_host.OtherHost`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Host `number` of `count`. Host 0 listens at `address` (an IP address) and `port`; `text`: as the user wrote it."""
+    """Host `number` of `count`. Host 0 listens at `address` (of IP) and `port`; `text`: both as the user wrote them."""
 
     number: int
     count: int
@@ -57,7 +57,9 @@ def _host_and_port(text: str) -> tuple[str, int]:
             f"--dist-init-addr {text!r}: must be HOST:PORT, with a port of 1 to 65535, as in 10.0.0.1:20000"
         )
     if host in EVERYWHERE:
-        raise InvalidValueError(f"--dist-init-addr {text!r}: {host} is no address that other hosts reach; name host 0's")
+        raise InvalidValueError(
+            f"--dist-init-addr {text!r}: {host} is no address that other hosts reach; name host 0's"
+        )
     return host, int(port)
 
 

@@ -44,7 +44,6 @@ from kt_runtime.sglang_patch.frontend.stalls import EngineStalled, Look, Stalls,
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
 
-
 TELLING_SECONDS = 0.2
 
 

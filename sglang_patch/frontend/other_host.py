@@ -68,7 +68,7 @@ class OtherHost(Protocol):
 
 
 def run(arguments: list[str], host: OtherHost) -> NoReturn:
-    """Serves until host 0 ends or a rank fails; then ends this process. `arguments`: SGLang's command line arguments."""
+    """Serves until host 0 ends or a rank fails; then ends this process. `arguments`: SGLang's command line."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -83,7 +83,7 @@ def run(arguments: list[str], host: OtherHost) -> NoReturn:
             host.loaded()
             while True:  # a rank that dies interrupts the main thread (SIGQUIT)
                 threading.Event().wait(POLL_SECONDS)
-    except Exception as error:  # whatever it is, the ranks of this host are lost
+    except Exception as error:  # noqa: BLE001 - whatever it is, the ranks of this host are lost; host 0 hears of it
         refused = host.refusal()
         ending.lost(Failure(str(refused or error), FAILED, 1 if refused is None else refused.exit_status))
     threading.Event().wait()
@@ -147,4 +147,3 @@ class _Ending:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(found if status is None else status)
-

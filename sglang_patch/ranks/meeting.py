@@ -10,6 +10,7 @@ can write to it. A server of one rank has nobody to meet.
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,8 +27,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def install(hooks: Hooks) -> None:
-    from torch.distributed import rendezvous
-
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name in the package
     if SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(SCHEME, _meet)
 

@@ -1,7 +1,7 @@
 """The ranks' processes and what each holds, for `/kt/status`.
 
-Symbol (SGLang 0.5.23): `runtime_context.get_parallel`, whose group's processes are asked once when all have loaded their
-weights, and while they compute once a second: all ranks take part in the same turn, since rank 0 broadcasts `Ask`.
+Symbol (SGLang 0.5.23): `runtime_context.get_parallel`, whose group's processes are asked once when all have loaded,
+and once a second while they compute: all ranks take part in the same turn, since rank 0 broadcasts `Ask`.
 """
 
 from __future__ import annotations

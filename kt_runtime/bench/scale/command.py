@@ -39,7 +39,9 @@ def scale(say: Say, as_json: bool, **options: Any) -> None:
 
 
 @click.command(name="ranks")
-@click.option("--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory.")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
 @click.option("--layers", type=int, help="Fewer layers than the preset has.")
 @click.option("--ranks", default=2, show_default=True, help="Of the second server.")
 @click.option("--tokens", default=64, show_default=True, help="Decoded in a run.")

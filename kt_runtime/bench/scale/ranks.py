@@ -118,7 +118,11 @@ def decode(api: ServerAPI, plan: RanksPlan, say: Callable[[str], None]) -> Decod
     after = api.get("/kt/status")["ranks"]
     sent = [now["sent_bytes"] - then["sent_bytes"] for now, then in zip(after, status["ranks"], strict=True)]
     ranks = [
-        {"rank": each["rank"], "waiting_share": each["waiting_share"], "exchange_bytes": bytes_ / plan.runs / plan.tokens}
+        {
+            "rank": each["rank"],
+            "waiting_share": each["waiting_share"],
+            "exchange_bytes": bytes_ / plan.runs / plan.tokens,
+        }
         for each, bytes_ in zip(after, sent, strict=True)
     ]
     return Decoding(rates, cpu, ranks)

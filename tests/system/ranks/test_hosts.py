@@ -146,7 +146,9 @@ def lives(process: psutil.Process) -> bool:
 def test_two_hosts_answer_as_one_process_and_send_what_they_must(
     directory: Path, ends: tuple[network.End, network.End]
 ) -> None:
-    with server(str(directory / "model"), [*OPTIONS, "--adapter-dir", str(directory / "one")], directory / "one.log") as one:
+    with server(
+        str(directory / "model"), [*OPTIONS, "--adapter-dir", str(directory / "one")], directory / "one.log"
+    ) as one:
         one.post("/kt/adapters", {"name": "a", "path": str(directory / "adapter")})
         expected = [ask(one, prompt, name) for prompt in PROMPTS for name in (None, "a")]
     with pair(directory, ends, "two") as hosts:

@@ -1,4 +1,4 @@
-"""What ranks send and how long a token takes, on paper: numbers that were counted by hand, and those of measured runs."""
+"""What ranks send and how long a token takes, on paper: against counts by hand and measured runs."""
 
 from __future__ import annotations
 

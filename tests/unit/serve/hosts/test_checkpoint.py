@@ -61,5 +61,5 @@ def test_a_file_that_is_cut_off_renamed_added_or_of_another_config_changes_it(ch
 
 def test_a_file_that_can_not_be_read_is_named(checkpoint: Path) -> None:
     (checkpoint / "model-9.safetensors").mkdir()
-    with pytest.raises(InvalidValueError, match="model-9.safetensors: can't be read"):
+    with pytest.raises(InvalidValueError, match=r"model-9\.safetensors: can't be read"):
         sampled_fingerprint(checkpoint)

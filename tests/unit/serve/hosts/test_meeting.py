@@ -83,7 +83,9 @@ def test_a_host_may_come_before_host_0_and_three_meet(tmp_path: Path) -> None:
         first = pool.submit(early.meet, print)
         leader = Leader(HostPlace(0, 3, "127.0.0.1", port, "x"), FACTS, tmp_path)
         second = Follower(HostPlace(1, 3, "127.0.0.1", port, "x"), FACTS, tmp_path)
-        found = [each.result(SECONDS) for each in (pool.submit(leader.meet, print), first, pool.submit(second.meet, print))]
+        found = [
+            each.result(SECONDS) for each in (pool.submit(leader.meet, print), first, pool.submit(second.meet, print))
+        ]
     assert found[0] == found[1] == found[2]
     leader.end([], 0)
     for each in (early, second):
@@ -115,7 +117,7 @@ def test_another_directory_of_adapters_is_refused_everywhere(hosts: Hosts, tmp_p
 
 def test_a_number_that_is_taken_or_too_high_is_refused_and_the_others_go_on(hosts: Hosts) -> None:
     hosts.meet(hosts.follower())
-    with pytest.raises(InvalidValueError, match="--node-rank 1: 127.0.0.1 has it already"):
+    with pytest.raises(InvalidValueError, match=r"--node-rank 1: 127\.0\.0\.1 has it already"):
         hosts.follower(1).meet(print)
     with pytest.raises(InvalidValueError, match="--node-rank 5: host 0 has --nnodes 2"):
         hosts.follower(5).meet(print)
@@ -128,7 +130,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestTimeoutError, match=r"hosts 1, 2 of 3 did not come to x:1 within 0.3 s"):
         leader.meet(print)
     follower = Follower(HostPlace(1, 3, "127.0.0.1", port, "x:1"), FACTS, tmp_path, join_s=0.3)
-    with pytest.raises(RequestTimeoutError, match="host 0 has not agreed at --dist-init-addr x:1 within 0.3 s"):
+    with pytest.raises(RequestTimeoutError, match=r"host 0 has not agreed at --dist-init-addr x:1 within 0\.3 s"):
         follower.meet(print)
 
 

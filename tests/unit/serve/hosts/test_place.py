@@ -57,7 +57,7 @@ def test_host_0_listens_at_its_address_only() -> None:
             socket.create_connection(("127.0.0.2", port), 5)
         with pytest.raises(ConflictError, match=f"--dist-init-addr 127.0.0.1:{port}: the port is in use"):
             listening(HostPlace(0, 2, "127.0.0.1", port, f"127.0.0.1:{port}"))
-    with pytest.raises(InvalidValueError, match="--dist-init-addr 192.0.2.1:1: host 0 .* can't listen there"):
+    with pytest.raises(InvalidValueError, match=r"--dist-init-addr 192\.0\.2\.1:1: host 0 .* can't listen there"):
         listening(HostPlace(0, 2, "192.0.2.1", 1, "192.0.2.1:1"), 0)
 
 

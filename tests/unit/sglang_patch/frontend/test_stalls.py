@@ -40,7 +40,9 @@ class Engine:
         self.watches([("scheduler", SCHEDULER), ("detokenizer", DETOKENIZER)])
 
     def watches(self, processes: list[tuple[str, int]]) -> None:
-        self.stalls = Stalls(self, processes, look=self.looks.__getitem__, clock=lambda: self.now, elsewhere=self.elsewhere.copy)
+        self.stalls = Stalls(
+            self, processes, look=self.looks.__getitem__, clock=lambda: self.now, elsewhere=self.elsewhere.copy
+        )
 
     def num_waiting(self) -> int:
         return self.waiting

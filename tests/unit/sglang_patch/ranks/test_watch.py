@@ -72,7 +72,10 @@ def test_a_rank_that_a_signal_has_ended_is_named_soon(ranks: Ranks) -> None:
 
 def test_a_rank_that_failed_by_itself_leaves_time_for_who_knows_more(ranks: Ranks) -> None:
     ranks.processes[0].exitcode = 1
-    assert ranks.ends_after() == OWN_ERROR_SECONDS and ranks.why() == "rank 2 (process 12) has died: it ended with status 1"
+    assert (
+        ranks.ends_after() == OWN_ERROR_SECONDS
+        and ranks.why() == "rank 2 (process 12) has died: it ended with status 1"
+    )
 
 
 def test_a_stopped_rank_is_named_unless_it_goes_on(ranks: Ranks) -> None:
