@@ -32,9 +32,14 @@ class Loop:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._has_stopped = False
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Raises ConnectionError after `stop`."""
+        if self._has_stopped:
+            work.close()
+            raise ConnectionError("the connections between hosts have ended")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
@@ -46,9 +51,17 @@ class Loop:
             raise
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not threading.current_thread():
+        if not self._has_stopped:
+            ending = self.submit(self._cancel_all())
+            self._has_stopped = True
+            ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
             self._thread.join(END_SECONDS)
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 class Shared:
