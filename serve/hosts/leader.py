@@ -58,6 +58,7 @@ class _Other:
     answer: Answer | None = None
     heard_at: float = 0.0
     alive: Alive = field(default_factory=Alive)
+    is_lost: bool = False
 
     @property
     def name(self) -> str:
@@ -210,6 +211,7 @@ class Leader:
         if self.store is None:
             self._others.pop(other.hello.number, None)
         elif not self.shared.ended.is_set():
+            other.is_lost = True
             self.shared.fail(Failure(lost(other.name, error), CUT_OFF))
 
     async def _beat(self, other: _Other) -> None:
@@ -226,7 +228,7 @@ class Leader:
                     return
 
     async def _end(self, lines: list[str], status: int) -> None:
-        for other in list(self._others.values()):
+        for other in [each for each in self._others.values() if not each.is_lost]:
             with contextlib.suppress(OSError):
                 await other.stream.send(End(lines=lines, status=status))
                 await other.stream.close()

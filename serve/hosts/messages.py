@@ -16,7 +16,7 @@ from kt_runtime.ranks.failures import Failure
 MOST_BYTES = 1 << 20
 LENGTH = struct.Struct(">I")
 # The kernel ends a connection whose other end acknowledges nothing for so long: a link or a machine that is down.
-DEAD_LINK_SECONDS = 4
+DEAD_LINK_SECONDS = 3
 
 
 class Hello(msgspec.Struct, tag="hello", kw_only=True):

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from kt_runtime.errors import KtError
-from kt_runtime.ranks.failures import Failure
+from kt_runtime.ranks.failures import CUT_OFF, Failure
 from kt_runtime.serve.console.console import Console
 from kt_runtime.serve.hosts.gathering import Gathered
 from kt_runtime.serve.hosts.loop import END_SECONDS
@@ -47,8 +47,9 @@ class ServingHost:
 
     def failed(self, failure: Failure) -> None:
         self._failure = failure
-        self._follower.report(failure)
-        self.ended.wait(CAUSE_SECONDS + END_SECONDS)
+        if failure.kind != CUT_OFF:  # otherwise host 0 does not hear it
+            self._follower.report(failure)
+            self.ended.wait(CAUSE_SECONDS + END_SECONDS)
 
     def refusal(self) -> KtError | None:
         return refused_model.refusal(self._wire_address)

@@ -93,7 +93,7 @@ DRAIN_SECONDS = 10.0  # time for running requests to finish after the first SIGT
 STOP_SECONDS = 25.0  # after this time the process ends everything that still runs
 WARM_UP_POLL_SECONDS = 0.1
 REFUSED = 2  # exit status, as of a mistake in the options
-LOST_SECONDS = 1.0  # after a rank's failure the event loop has so long for telling the clients
+LOST_SECONDS = 0.5  # after a rank's failure the event loop has so long for telling the clients
 ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.backend.CLOSING_SECONDS`)
 
 
