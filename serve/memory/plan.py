@@ -66,7 +66,8 @@ class ServingShape:
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it. `ranks`: processes that compute the model together.
+    model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
+    KV cache are split evenly.
     """
 
     device: Device = "cpu"
@@ -94,6 +95,7 @@ class ServingShape:
     context_tokens: int | None = None
     state_slots: int = 0
     ranks: int = 1
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +140,18 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     sequence = tokens * cached_numbers_per_token(config)
     slots, masters = lora_parameters(config, shape)
     needs = [
-        MemoryNeed("attention and dense weights", device, dense_bytes),
+        MemoryNeed("attention and dense weights", device, dense_bytes // shape.hosts),
         MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
         MemoryNeed("rotary tables", device, _rotary_bytes(config, shape), (CONTEXT_TOKENS,)),
-        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
+        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held) // shape.hosts),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
-        MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
+        MemoryNeed("KV cache", device, sequence * shape.activation_bytes // shape.hosts, (shape.tokens_option,)),
         MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
         *_cache_needs(config, shape),
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
         _trained_need(device, masters, shape.session_memory_bytes),
         MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
-        MemoryNeed("columns of weights for training over ranks", device, _columns_bytes(config, shape)),
+        MemoryNeed("columns of weights for training over ranks", device, _columns_bytes(config, shape) // shape.hosts),
         MemoryNeed(ACTIVATIONS, device, shape.ranks * _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES + (shape.ranks - 1) * RANK_BYTES),
@@ -161,8 +163,8 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 
 
 def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of all ranks together: what each holds of attention and the head for backward, beside its rows of them."""
-    if shape.ranks == 1 or shape.training_sessions == 0:
+    """Of the ranks of all hosts: what they hold of attention and the head for backward, beside their rows of them."""
+    if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
         return 0
     linear = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name.endswith("_proj.weight"))
     head = integer(config, "vocab_size") * integer(config, "hidden_size")

@@ -53,7 +53,8 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         graph_requests=graph_requests,
         graph_prefill_tokens=graph_prefill_tokens,
         state_slots=state_slots(options),
-        ranks=options.tp_size,
+        ranks=options.tp_size // options.nnodes,
+        hosts=options.nnodes,
     )
 
 
