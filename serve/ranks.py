@@ -60,7 +60,6 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
     """(option, why) of those that were given and need one rank."""
     grammars = last_value(options.passed_on, "--grammar-backend") or "none"
     given = {
-        ("--exact", "the native step does not compute the model on several"): options.exact,
         ("--cache-host", "the tiers of the prefix cache are one process's"): bool(options.cache_host_bytes),
         ("--cache-disk", "the tiers of the prefix cache are one process's"): bool(options.cache_disk_bytes),
         ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
