@@ -402,6 +402,7 @@ def test_a_session_whose_forward_pass_is_not_finite_is_not_published(
     train(client, "b", 1)
 
 
+@pytest.mark.slow
 def test_probing_leaves_a_session_under_way_as_it_was(start: Callable[..., Engine], tmp_path: Path) -> None:
     """Adapters are loaded again and again between its slices; its losses are bit for bit those without."""
 
