@@ -13,7 +13,7 @@ PROCESSORS := $(shell getconf _NPROCESSORS_ONLN)
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
 CMAKE_INSTALLED := $(if $(shell command -v cmake),,$(VENV)/installed)
 KERNEL_TESTS = $(CMAKE) -S . -B build/$@ -DKT_BUILD_PYTHON=OFF -DKT_BUILD_TESTS=ON
-KERNEL_BUILD = $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_kernel_tests
+KERNEL_BUILD = MAKEFLAGS= $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_kernel_tests
 
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
@@ -132,7 +132,7 @@ test-sanitize: $(CMAKE_INSTALLED)
 
 test-threads: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="-fsanitize=thread -O1 -g1"
-	$(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_pool_tests
+	MAKEFLAGS= $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_pool_tests
 	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" build/$@/tests/unit/csrc/kt_pool_tests
 
 check-native: test-threads test-sanitize
