@@ -83,7 +83,7 @@ def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
 
 def _check(model: Path, config: Mapping[str, Any]) -> None:
     family = family_for(config)
-    if family.chooses_keys or family.gguf_architecture not in ARCHITECTURES:
+    if family.gguf_architecture not in ARCHITECTURES:
         raise CheckpointError(f"{model}: no GGUF file of {family.name} was compared with llama.cpp")
     if quantization_of(config) is not None:
         raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
