@@ -219,7 +219,7 @@ def _values(config: Config, name: str) -> Values:
         return Values.SAME
     if name.endswith(".A_log"):
         return Values.DECAY
-    return Values.PLUS_ONE if name.endswith("norm.weight") and "linear_attn" not in name else Values.SAME
+    return Values.PLUS_ONE if family_for(config).is_offset(name) else Values.SAME
 
 
 def _by_head(config: Config, name: str) -> tuple[Part, Part]:
