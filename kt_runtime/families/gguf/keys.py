@@ -256,6 +256,7 @@ def _glm_moe_dsa(file: _Reader) -> dict[str, Any]:
         "indexer_rope_interleave": True,
         "indexer_types": ["full" if one else "shared" for one in full],
         "model_type": "glm_moe_dsa",
+        "rope_interleave": True,
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
     }
 
