@@ -205,9 +205,7 @@ def _parts(
         of_module = found.setdefault(stored.place.module.name, {})
         other = next((one for one in of_module.values() if one.place.held is not stored.place.held), None)
         if other is not None:
-            raise AdapterError(
-                f"{where}: has LoRA for {other.matrix!r} and for {matrix!r}, which hold the same weights"
-            )
+            raise AdapterError(f"{where}: {other.matrix!r} and {matrix!r} hold the same weights; LoRA for one is read")
         of_module[stored.place.number] = stored
     ordered = [found[module.name] for module in family.lora_modules(config) if module.name in found]
     return [part for stored in ordered for part in _module_parts(stored, max_rank, where)]
