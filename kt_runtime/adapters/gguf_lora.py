@@ -53,8 +53,10 @@ COMPARED = (
 )
 """The families whose files were compared with llama.cpp. Of others it may order rows in its own way."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
-NOT_APPLIED = {"deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
-"""llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
+_COMPRESSED = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+NOT_APPLIED = {"deepseek2": _COMPRESSED, "deepseek32": _COMPRESSED, "glm-dsa": _COMPRESSED}
+"""llama.cpp loads these parts, but its graphs (src/models/deepseek2.cpp and the others, seen until October 2026) do not
+use them."""
 
 
 def read_gguf_adapter(
