@@ -145,7 +145,7 @@ def test_which_layers_of_a_glm_have_an_indexer_is_read_or_follows_from_the_conte
         "glm-dsa.attention.layer_norm_rms_epsilon": 1e-5,
         "glm-dsa.rope.dimension_count": 8,
     }
-    shapes = {"token_embd.weight": (768, 32), "output.weight": (768, 32)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (768, 32), "output.weight": (768, 32)}
     shapes |= {f"blk.{layer}.attn_norm.weight": (32,) for layer in range(8)}
 
     def types(context: int, **more: object) -> str:
