@@ -1,9 +1,8 @@
-#include "bind/dense.h"
-
 #include <string>
 
 #include "bind/dlpack.h"
 #include "bind/layer.h"
+#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/dense/activation.h"
 #include "ops/dense/dense.h"

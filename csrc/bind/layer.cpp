@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/bf16.h"
+#include "bind/parts.h"
 #include "ops/experts/unpack.h"
 #include "ops/pairs/token_rows.h"
 

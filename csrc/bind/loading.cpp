@@ -1,5 +1,3 @@
-#include "bind/loading.h"
-
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 
 #include "bind/dlpack.h"
 #include "bind/layer.h"
+#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "threads/pool.h"
 #include "threads/topology.h"

@@ -9,12 +9,8 @@
 #include <vector>
 
 #include "base/scratch.h"
-#include "bind/attention.h"
-#include "bind/dense.h"
 #include "bind/layer.h"
-#include "bind/loading.h"
-#include "bind/machine.h"
-#include "bind/step.h"
+#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/experts/retained.h"
 #include "threads/pool.h"

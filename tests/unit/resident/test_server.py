@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 from reference.expert_problems import present
 from reference.lora import huge_adapter, random_adapter, write_adapter
+from reference.resident.loop import Engine
 
 from kt_runtime.adapters import content_hash
 from kt_runtime.cli.connection import ServerAPI
@@ -31,7 +31,6 @@ from kt_runtime.errors import (
     RuntimeFault,
     UnknownNameError,
 )
-from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.handlers import SessionHandlers
 from kt_runtime.resident.scheduler import Slice, Work
@@ -49,60 +48,6 @@ from kt_runtime.wire.messages import (
 )
 
 LORA = LoraSettings(rank=4, alpha=8.0)
-
-
-SLEEP_SECONDS = 20.0
-
-
-class Engine:
-    """The engine's loop on a thread of its own, in inference mode as SGLang's. It sleeps until something wakes it.
-
-    `asleep`: how often it has slept; `overslept`: how often nothing woke it.
-    """
-
-    def __init__(self, host: Any, root: Path) -> None:
-        self.host = host
-        self.settings = ResidentSettings(
-            model=host.model,
-            model_directory=host.model_directory,
-            wire_address=f"ipc://{root}/wire/r.sock",
-            names_address="",
-            adapter_directory=str(root / "adapters"),
-            microbatch_tokens=32,
-        )
-        self.paused, self._stop = threading.Event(), threading.Event()
-        self.resident = Resident.start(host, self.settings)
-        self.payloads: list[list[bytes]] = []
-        self.asleep = self.overslept = 0
-        self._poller = zmq.Poller()
-        for wakeup in self.resident.wakeups:
-            self._poller.register(wakeup, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while not self._stop.is_set():
-                if not self.paused.is_set():
-                    decided = self.resident.decisions()
-                    self.payloads += [decided] if decided else []
-                    self.resident.apply(decided)
-                    self.resident.turn()
-                if self.paused.is_set():
-                    time.sleep(0.001)
-                elif not self.resident.has_work():
-                    self.asleep += 1
-                    self.overslept += not self._poller.poll(int(SLEEP_SECONDS * 1000))
-
-    def close(self) -> None:
-        self._stop.set()
-        self.host.frontend.set()
-        self._thread.join()
-        self.resident.close()
-        assert self.overslept == 0
-
-    def client(self, **settings: Any) -> ResidentClient:
-        return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
 
 
 def sessions_of(resident: Resident) -> dict[str, Session]:
