@@ -1,3 +1,5 @@
+#include "ops/dense/dense.h"
+
 #include <string>
 
 #include "bind/dlpack.h"
@@ -5,7 +7,6 @@
 #include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/dense/activation.h"
-#include "ops/dense/dense.h"
 #include "ops/dense/dense_backward.h"
 #include "ops/dense/heads.h"
 #include "ops/dense/low_rank.h"

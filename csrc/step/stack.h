@@ -28,8 +28,8 @@ struct StackLinear {
   LowRankPool lora;
 };
 
-// Grouped-query attention. The rotary embedding rotates the first elements of each head, as many as `angles` has columns.
-// `is_gated`: behind each head's query, `qkv` has as many gates, whose sigmoids multiply the head's output.
+// Grouped-query attention. The rotary embedding rotates the first elements of each head, as many as `angles` has
+// columns. `is_gated`: behind each head's query, `qkv` has as many gates, whose sigmoids multiply the head's output.
 // Llama 4: some layers rotate nothing and multiply a token's queries by a temperature instead, the others see the keys
 // of their own chunk of the sequence only (`Stack::chunk`).
 struct GroupedQuery {

@@ -23,7 +23,6 @@ from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
 
 
-
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns the JSON that docs/bench.md describes."""
     with (

@@ -21,7 +21,6 @@ from kt_runtime.serve.memory.plan import cached_numbers_per_token, expert_format
 from kt_runtime.serve.models.checkpoint import dense_tensors
 
 
-
 @dataclass(frozen=True)
 class ModelWork:
     """Sizes of one model that is served in one dtype.

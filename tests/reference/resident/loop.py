@@ -15,7 +15,7 @@ from kt_runtime.resident.server import Resident
 from kt_runtime.wire.client import ResidentClient
 
 SLEEP_SECONDS = 300.0
-"""A sleep that ends without being woken fails the test: longer than a busy machine keeps a client from its next call."""
+"""A sleep that nothing ends fails the test. A busy machine delays a client's next call by less."""
 
 
 class Engine:
