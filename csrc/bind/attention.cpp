@@ -6,7 +6,6 @@
 
 #include "bind/dlpack.h"
 #include "bind/layer.h"
-#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"

@@ -13,4 +13,7 @@ namespace kt {
 // result keeps pointers), or, if that is None, the first key.
 void read_sequences(const pybind11::handle& rows, const pybind11::handle& slots, std::vector<KvSequence>* sequences);
 
+void bind_attention(pybind11::module_& module);
+void bind_delta(pybind11::module_& module);  // delta.cpp
+
 }  // namespace kt

@@ -5,7 +5,6 @@
 #include "bind/attention.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
-#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/delta/delta_rows.h"
 #include "ops/delta/gated_delta.h"

@@ -2,9 +2,9 @@
 
 #include <string>
 
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
-#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/dense/activation.h"
 #include "ops/dense/dense_backward.h"

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "base/bf16.h"
-#include "bind/parts.h"
 #include "ops/experts/unpack.h"
 #include "ops/pairs/token_rows.h"
 
@@ -28,6 +27,8 @@ const char* kind_name(StatusCode code) {
       return "bad_checkpoint";
     case StatusCode::kNumerics:
       return "numerics";
+    case StatusCode::kLostRank:
+      return "lost_rank";
     default:
       return "ok";
   }

@@ -73,4 +73,6 @@ class NativeLayer {
   int num_threads_;
 };
 
+void bind_layer(pybind11::module_& module);
+
 }  // namespace kt

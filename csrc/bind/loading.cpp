@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
-#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "threads/pool.h"
 #include "threads/topology.h"

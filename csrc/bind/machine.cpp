@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "bind/binders.h"
 #include "bind/dlpack.h"
-#include "bind/parts.h"
 #include "kernels/peaks.h"
 #include "kernels/registry.h"
 #include "threads/pool.h"

@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "base/scratch.h"
+#include "bind/attention.h"
+#include "bind/binders.h"
 #include "bind/layer.h"
-#include "bind/parts.h"
 #include "kernels/registry.h"
 #include "ops/experts/retained.h"
 #include "threads/pool.h"
@@ -75,5 +76,6 @@ PYBIND11_MODULE(_experts, module) {
   kt::bind_layer(module);
   kt::bind_loading(module);
   kt::bind_machine(module);
+  kt::bind_ranks(module);
   kt::bind_step(module);
 }
