@@ -221,7 +221,7 @@ class ExpertGroups:
 class DecoderStack:
     """`groups`: None: the router is a softmax of all logits, which have the model's dtype. `normalises`: the routing
     weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding rotates adjacent
-    elements, else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input instead of its
+    elements, else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input, not its
     result; a token then has one expert. `chunk`: most keys that a query of a chunked layer sees; 0: no layer is
     chunked. `offset_norms`: the weights of the norms are offsets from one, but for those of Gated DeltaNet."""
 
