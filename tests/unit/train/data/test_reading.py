@@ -1,13 +1,12 @@
-"""The recipe's datasets together: stage, samples, mixing, skipped rows and their report, calls and memory."""
+"""The recipe's datasets together: stage, samples, mixing, what is left out and said, and how long it takes."""
 
 from __future__ import annotations
 
 import json
-import sys
+import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -131,33 +130,20 @@ def test_names_are_checked_before_the_first_row_is_asked_for(datasets: Any) -> N
         read_datasets(datasets.recipe(), ("d", "e"), datasets.said.append)
 
 
-def test_many_rows_take_calls_in_proportion_and_little_memory(datasets: Any) -> None:
+def test_ten_thousand_rows_take_a_moment_and_little_memory(datasets: Any) -> None:
     line = json.dumps({"instruction": "q" * 250, "input": "", "output": "a" * 250})
-    (datasets.directory / "d.jsonl").write_text(f"{line}\n" * 10_000)
+    path = datasets.directory / "d.jsonl"
+    path.write_text(f"{line}\n" * 10_000)
     datasets.describe(file_name="d.jsonl")
-
-    def calls_of(rows: int) -> int:
-        counted = 0
-
-        def count(_frame: FrameType, event: str, _arg: Any) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            number = sum(1 for _ in read_datasets(datasets.recipe(max_samples=rows), ("d",), datasets.said.append))
-        finally:
-            sys.setprofile(None)
-        assert number == rows
-        return counted
-
-    few, many = calls_of(200), calls_of(10_000)
-    assert many <= 50 * few
+    start = time.process_time()
+    assert sum(1 for _ in read_datasets(datasets.recipe(), ("d",), datasets.said.append)) == 10_000
+    seconds = time.process_time() - start
     tracemalloc.start()
     for _ in read_datasets(datasets.recipe(max_samples=2000), ("d",), datasets.said.append):
         pass
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert seconds < 10, "processor time; 0.10 s was measured on a Zen 5, 0.24 s on a Zen 3"
     assert peak_bytes < 1_000_000, "rows are not kept: 2,000 of them hold 1 MB of text alone"
 
 

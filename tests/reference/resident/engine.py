@@ -1,4 +1,4 @@
-"""The resident in a loop as an engine runs it: the real wire server and scheduler, over a fake engine's model."""
+"""The engine's loop without SGLang: it carries a resident with a real wire server, over a host of the tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import zmq
 
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.handlers import SessionHandlers
 from kt_runtime.resident.server import Resident
+from kt_runtime.resident.training.session import Session
+from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
+from kt_runtime.wire.messages import LoraSettings
 
-SLEEP_SECONDS = 300.0
-"""A sleep that nothing ends fails the test. A busy machine delays a client's next call by less."""
+LORA = LoraSettings(rank=4, alpha=8.0)
+
+# Longer than a test leaves the engine alone, also on a busy machine: only what nothing woke sleeps so long.
+SLEEP_SECONDS = 120.0
 
 
 class Engine:
@@ -67,3 +74,22 @@ class Engine:
 
     def client(self, **settings: Any) -> ResidentClient:
         return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
+
+
+def sessions_of(resident: Resident) -> dict[str, Session]:
+    assert isinstance(resident.handlers, SessionHandlers)
+    return resident.handlers._sessions
+
+
+def sequences(seed: int = 0, *lengths: int) -> Batch:
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 300, length).tolist() for length in lengths or (20, 9)]
+    return Batch.from_sequences(tokens, [[*row[1:], 0] for row in tokens])
+
+
+def train(client: ResidentClient, session: str, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        losses.append(client.forward_backward(session, sequences(step % 2)).loss)
+        client.optim_step(session, 1e-2)
+    return losses
