@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime.bench.options import DTYPE_BYTES
-from kt_runtime.bench.page.measurement import Cell, Column, Kind, Measurement, Range, Row, Single, Table, write
+from kt_runtime.bench.page.measurement import Cell, Column, Figure, Kind, Measurement, Range, Row, Single, Table, write
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.files import errors_of_path, read_regular
 from kt_runtime.serve.models.checkpoint import count_parameters
@@ -298,7 +298,7 @@ def _formats(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     cases = {"prompt of 512": "512 tokens", "1 stream": "1 streams", "8 streams": "8 streams"}
     medians = [found[size]["tokens_per_s"] if size in found else None for size in cases.values()]
     peers = [found[size]["peers"].get("llama_cpp") if size in found else None for size in cases.values()]
-    ratios = [_rounded(ours, other) if ours and other else None for ours, other in zip(medians, peers, strict=True)]
+    ratios: list[Figure] = [_rounded(a, b) if a and b else None for a, b in zip(medians, peers, strict=True)]
     model, dtype, file = str(settings["model"]), str(settings["dtype"]), settings.get("gguf")
     size_bytes = file["bytes"] if file else None
     if size_bytes is None and is_preset(model):
