@@ -3,7 +3,7 @@
 Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. What its converter changes besides
 (conversion/*.py, `modify_tensors`):
 
-- Mixtral is a `llama` with experts, whose rotary embedding turns adjacent elements there: the halves of each head of
+- Mixtral is a `llama` with experts, whose rotary embedding rotates adjacent elements there: the halves of each head of
   the query and key matrices are interleaved (`LlamaModel.permute`). The other architectures' rows stay as they are.
 - MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
   [heads, value, latent].
