@@ -55,7 +55,7 @@ WHOLE_OF_PARTS = 6
 """A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
 and a half times its attention forward."""
 
-WASTE = 1.1
+WASTE = 1.05
 """Of a part, the seconds per unit of those of the largest part that any turn can have."""
 
 MOST_REMEMBERED = 1024

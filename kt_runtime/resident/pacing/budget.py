@@ -38,13 +38,13 @@ SERVING_SECONDS = 0.01
 """Budget of a turn between batches if no target is stated."""
 IDLE_SECONDS = 0.05
 """Budget of a turn while nothing is served: how long training may delay a request."""
-SHARE_OF_HOLDING = 0.3
-SHARE_OF_FIRST_TOKEN = 0.25
+SHARE_OF_HOLDING = 0.4
+SHARE_OF_FIRST_TOKEN = 0.35
 """Of the target for the first token, at most this share is an idle turn's, and that of a slice without requests: a cut
 costs training time."""
-MARGIN = 0.05
+MARGIN = 0.04
 """Training leaves this share of the target, since the time between engine and client belongs to it too."""
-MOST_STEPS = 3
+MOST_STEPS = 4
 PROMPTS_LEFT = 2
 MOST_LEFT_STEPS = 5
 LEARNING = 16
