@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from reference.resident.scheduler import Engine
 
 from kt_runtime.resident.pacing.budget import IDLE, Load
 from kt_runtime.resident.pacing.latencies import Latencies
@@ -81,6 +83,37 @@ def test_sglang_is_told_to_defer_prompts_where_the_resident_holds_them(
     assert defers() == held
     assert not defers(is_empty=True) and not defers(waiting=0) and not defers(chunked=True)
     assert defers(theirs=True)
+
+
+def test_sglang_s_own_scheduler_makes_decode_steps_while_a_prompt_is_held(
+    scheduled: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held request loses nothing, and all answers have the bits that they have without."""
+    scheduler = scheduled.scheduler
+    prompts = {"early": [11, 12, 13, 14, 15], "late": [21] * 20}
+
+    def answered(times: int) -> tuple[int, dict[str, list[int]]]:
+        """Also the tokens that "early" has when "late" gets its first one."""
+        left = iter(range(times))
+        resident = SimpleNamespace(holds_prompts=lambda: next(left, None) is not None)
+        monkeypatch.setattr(turns, "_resident", resident)
+        original = type(scheduler)._should_defer_prefill
+        monkeypatch.setattr(scheduler, "_should_defer_prefill", partial(turns._defers, original, scheduler))
+        scheduled.clear()
+        scheduled.send(scheduled.request("early", prompts["early"], stream=True))
+        scheduled.step()
+        scheduled.send(scheduled.request("late", prompts["late"], stream=True))
+        while not scheduled.tokens.get("late"):
+            assert scheduled.step()
+        had = len(scheduled.tokens["early"])
+        scheduled.run()
+        return had, dict(scheduled.tokens)
+
+    at_once, expected = answered(0)
+    later, found = answered(3)
+    assert later == at_once + 3 and found == expected and all(len(each) == 8 for each in found.values())
+    _, found = answered(10**6)
+    assert found == expected, "a prompt is not held when nothing else runs"
 
 
 def test_a_request_is_measured_once_when_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
