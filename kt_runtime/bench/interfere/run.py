@@ -143,10 +143,11 @@ class _Bench:
             ended, trained = moment(self._api), None
         else:
             with training(self._api, self._plan, self._vocabulary) as trainer:
-                began = moment(self._api)
+                began = trainer.ends[-1]
                 found = load.answers(self._api.url, requests, TIMEOUT_S)
-                ended = moment(self._api)
-                trained = trained_in(trainer.ends, began, ended)
+                ended = moment(self._api) if mode == TRAINING else None
+            ended = ended or trainer.ends[-1]  # while a whole call runs, the server answers nothing
+            trained = trained_in(trainer.ends, began, ended)
         last = max(answer.events[-1][0] for answer in found)
         busy = (ended.serving_s - began.serving_s) / (last - began.at_s)
         window = Window(load_, mode, rate, seconds, found, min(1.0, busy), trained)

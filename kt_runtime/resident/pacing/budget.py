@@ -45,7 +45,7 @@ costs training time."""
 MARGIN = 0.04
 """Training leaves this share of the target, since the time between engine and client belongs to it too."""
 MOST_STEPS = 4
-PROMPTS_LEFT = 2
+PROMPTS_LEFT = 1
 MOST_LEFT_STEPS = 5
 LEARNING = 16
 """The time of a prompt is the mean of about so many."""
