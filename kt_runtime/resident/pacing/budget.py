@@ -17,8 +17,8 @@ part of a slice that costs much more than a larger one, which reads the layer's 
 **Prefill has priority over training.** While a request waits for its first token, there is no training.
 
 **Prompts held.** Where training has taken slack, a prompt can be what a request near its target can't be paid back for.
-Such a prompt waits, while decode steps without training give that request slack, for at most `SHARE_OF_HOLDING` of the
-target for the first token. Prompts that come meanwhile are computed with it, which reads the weights once.
+Such a prompt waits, while decode steps without training give that request slack, as long as its first token is expected
+within `SHARE_OF_HOLDING` of the target for it. Prompts that come meanwhile are computed with it, which reads the weights once.
 
 **Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
 (TTFT): a request that arrives waits for the rest of a turn.
@@ -38,14 +38,15 @@ SERVING_SECONDS = 0.01
 """Budget of a turn between batches if no target is stated."""
 IDLE_SECONDS = 0.05
 """Budget of a turn while nothing is served: how long training may delay a request."""
-SHARE_OF_HOLDING = 0.4
+SHARE_OF_HOLDING = 0.8
+"""A prompt is held only while its first token is expected within this share of the target for it."""
 SHARE_OF_FIRST_TOKEN = 0.35
 """Of the target for the first token, at most this share is an idle turn's, and that of a slice without requests: a cut
 costs training time."""
 MARGIN = 0.04
 """Training leaves this share of the target, since the time between engine and client belongs to it too."""
 MOST_STEPS = 4
-PROMPTS_LEFT = 1
+PROMPTS_LEFT = 1.5
 MOST_LEFT_STEPS = 5
 LEARNING = 16
 """The time of a prompt is the mean of about so many."""
@@ -133,7 +134,10 @@ class Budget:
         settings = self.settings
         if settings.schedule != "slices" or settings.tpot_target_ms is None or settings.ttft_target_ms is None:
             return False
-        if not load.decoding or not load.waiting or load.waited >= SHARE_OF_HOLDING * settings.ttft_target_ms / 1000:
+        if not load.decoding or not load.waiting:
+            return False
+        prompts = self._prompts(load.waiting_tokens)
+        if load.waited + prompts >= SHARE_OF_HOLDING * settings.ttft_target_ms / 1000:
             return False
         oldest = max(age for age, _ in load.decoding)
         if self._clock() - oldest > self._last_trained:
@@ -141,7 +145,7 @@ class Budget:
         target = settings.tpot_target_ms / 1000
         if self._step(len(load.decoding)) >= target:
             return False  # steps give no slack
-        return self._slack(load, target) < self._prompts(load.waiting_tokens)
+        return self._slack(load, target) < prompts
 
     def _learn(self, served: float, load: Load) -> None:
         """`served`: seconds of the turn before, without training."""

@@ -200,10 +200,10 @@ def test_a_prompt_is_held_while_a_request_could_not_be_paid_back_for_it() -> Non
     assert budget.holds(waits(near - 0.09, 10)) and not budget.holds(waits(near - 0.11, 10))
 
 
-def test_a_prompt_is_held_for_a_share_of_the_target_for_the_first_token_at_most() -> None:
+def test_a_prompt_is_held_while_its_first_token_is_expected_within_a_share_of_the_target() -> None:
     budget = holding().budget
-    most = SHARE_OF_HOLDING * 2.0
-    assert budget.holds(waits(0.38, 10, most - 0.01)) and not budget.holds(waits(0.38, 10, most))
+    most = SHARE_OF_HOLDING * 2.0 - 0.1  # the prompt itself takes 100 ms
+    assert budget.holds(waits(0.38, 10, most - 0.01)) and not budget.holds(waits(0.38, 10, most + 0.01))
 
 
 def test_a_prompt_is_not_held_without_both_targets_or_without_training_or_where_steps_give_no_slack() -> None:
