@@ -62,8 +62,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Trained:
-    """Training in a window. `seconds`: the window's. `slices_s`: of them, those of training's slices. `step_s`: those of
-    one training step, the mean of the steps that ended in the window; None: none did."""
+    """Training in a window. `seconds`: the window's. `slices_s`: of them, those of training's slices. `step_s`: those
+    of one training step, the mean of the steps that ended in the window; None: none did."""
 
     seconds: float
     slices_s: float

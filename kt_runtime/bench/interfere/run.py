@@ -156,8 +156,8 @@ class _Bench:
 
 
 def trained_in(ends: Sequence[Moment], began: Moment, ended: Moment) -> Trained:
-    """`ends`: of the training steps, the first before `began`. What a step takes is measured between whole steps, so the
-    steps that the window cuts count in part."""
+    """`ends`: of the training steps, the first before `began`. What a step takes is measured between whole steps, so
+    the steps that the window cuts count in part."""
     seconds, slices_s = ended.at_s - began.at_s, ended.training_s - began.training_s
     within = [end for end in ends if end.at_s <= ended.at_s]
     step_s = (within[-1].training_s - within[0].training_s) / (len(within) - 1) if len(within) > 1 else None

@@ -18,7 +18,8 @@ part of a slice that costs much more than a larger one, which reads the layer's 
 
 **Prompts held.** Where training has taken slack, a prompt can be what a request near its target can't be paid back for.
 Such a prompt waits, while decode steps without training give that request slack, as long as its first token is expected
-within `SHARE_OF_HOLDING` of the target for it. Prompts that come meanwhile are computed with it, which reads the weights once.
+within `SHARE_OF_HOLDING` of the target for it. Prompts that come meanwhile are computed with it, and read the weights
+once.
 
 **Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
 (TTFT): a request that arrives waits for the rest of a turn.

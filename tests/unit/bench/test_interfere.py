@@ -47,9 +47,7 @@ def answered(first: float, per_token: float, tokens: int = 11, sent: float = 5.0
     return Answered(sent, [(sent + first + index * per_token, 1 + index) for index in range(tokens)])
 
 
-def window(
-    mode: str, times: list[tuple[float, float]], load: float = HALF, trained: Trained | None = None
-) -> Window:
+def window(mode: str, times: list[tuple[float, float]], load: float = HALF, trained: Trained | None = None) -> Window:
     return Window(load, mode, 2.0, SECONDS, [answered(*each) for each in times], 0.8, trained)
 
 
@@ -109,7 +107,8 @@ def test_a_window_counts_the_steps_that_it_cuts_in_part() -> None:
     ends = [Moment(at, training, 0.0) for at, training in [(9.0, 100.0), (17.0, 104.0), (26.0, 108.0), (50.0, 112.0)]]
     found = trained_in(ends, Moment(10.0, 102.0, 0.0), Moment(30.0, 109.0, 5.0))
     assert found == Trained(seconds=20.0, slices_s=7.0, step_s=4.0) and found.steps == pytest.approx(7 / 4)
-    assert window(TRAINING, [(0.1, 0.01)], trained=found).training_tokens_per_s(1000) == pytest.approx(1000 * 7 / 4 / 20)
+    of_training = window(TRAINING, [(0.1, 0.01)], trained=found)
+    assert of_training.training_tokens_per_s(1000) == pytest.approx(1000 * 7 / 4 / 20)
 
 
 def test_a_window_in_which_no_step_ended_has_no_rate() -> None:
