@@ -145,8 +145,8 @@ class _Bench:
             with training(self._api, self._plan, self._vocabulary) as trainer:
                 began = trainer.ends[-1]
                 found = load.answers(self._api.url, requests, TIMEOUT_S)
-                ended = moment(self._api) if mode == TRAINING else None
-            ended = ended or trainer.ends[-1]  # while a whole call runs, the server answers nothing
+                now = moment(self._api) if mode == TRAINING else None
+            ended = now or trainer.ends[-1]  # while a whole call runs, the server answers nothing
             trained = trained_in(trainer.ends, began, ended)
         last = max(answer.events[-1][0] for answer in found)
         busy = (ended.serving_s - began.serving_s) / (last - began.at_s)
