@@ -218,6 +218,15 @@ def _rl(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, []
 
 
+def _further_kept(report: Mapping[str, Any]) -> list[Single]:
+    """By the other readings of what is left over; records from before they were measured have none."""
+    names = {
+        "training_kept_of_idle": "training at half load, of its measured idle time without training",
+        "training_kept_of_alone": "training at half load, of its speed alone",
+    }
+    return [Single(what, _rounded(report[key]), "ratio") for key, what in names.items() if key in report]
+
+
 def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     settings, targets = report["interfere"], ("tpot_target_ms", "ttft_target_ms")
     kept = report["training_kept"]
@@ -228,6 +237,7 @@ def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         Single("target for the time to the first token", _rounded(report[targets[1]]), "ms"),
         Single("time per output token at half load, p99, training / idle", _rounded(report["p99_tpot_ratio"]), "ratio"),
         Single("training at half load, of what is left over", _rounded(kept), "ratio"),
+        *_further_kept(report),
         Single(
             "training with targets without requests / without targets",
             _rounded(report["training_alone_share"]),
