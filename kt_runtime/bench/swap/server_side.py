@@ -30,6 +30,25 @@ SETTLE_SECONDS = 0.5
 """Between two rounds: the first version's directory is written meanwhile."""
 
 
+class _Measured:
+    """Calls functions beside `streams`, of which `count` run. `times`: when each call began and ended."""
+
+    def __init__(self, streams: Streams, count: int) -> None:
+        self._streams, self._count = streams, count
+        self.times: list[tuple[float, float]] = []
+
+    def __call__(self, call: Callable[[], object], times_ms: list[float] | None = None) -> None:
+        started = now()
+        call()
+        self.times.append((started, now()))
+        if times_ms is not None:
+            times_ms.append(1e3 * (self.times[-1][1] - started))
+
+    def settle(self) -> None:
+        """Until every stream has got a token: no gap with what was done before is among those of the next call."""
+        self._streams.wait_for_gaps_ms(now(), self._count)
+
+
 class SwapBench:
     """`config`: the model's config.json. `directory`: for the adapters' files, one at a time."""
 
@@ -90,6 +109,7 @@ class SwapBench:
                     client.forward_backward(SESSION, batch)
                     client.optim_step(SESSION, LEARNING_RATE)
                     stepped = now()
+                    measured.settle()
                     measured(lambda: client.publish(SESSION, NAME, take_over=True), found.publish_ms)
                     measured(self._first_token)
                     found.first_token_ms.append(1e3 * (now() - stepped))
@@ -121,26 +141,15 @@ class SwapBench:
     @contextmanager
     def _streams(
         self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
-    ) -> Iterator[Callable[..., None]]:
-        """Streams in the block. Yields a function that calls one, adds its milliseconds to a list, and notes the gaps
-        of the streams meanwhile. `whole`: all other gaps in the block count too."""
+    ) -> Iterator[_Measured]:
+        """Streams in the block, and what measures beside them. `whole`: all other gaps in the block count too."""
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
             began = now()
             time.sleep(QUIET_SECONDS)
             found.quiet += streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
-            times: list[tuple[float, float]] = []
-
-            def measured(call: Callable[[], object], times_ms: list[float] | None = None) -> None:
-                started = now()
-                call()
-                times.append((started, now()))
-                if times_ms is not None:
-                    times_ms.append(1e3 * (times[-1][1] - started))
-
-            started = now()
+            started, measured = now(), _Measured(streams, count)
             yield measured
-            if whole:
-                times = [(started, now())]
+            times = [(started, now())] if whole else measured.times
             streams.wait_for_gaps_ms(now(), count)  # the gaps at the end are over, too
             for since, until in times:
                 found.during += streams.gaps_ms(since, until)
