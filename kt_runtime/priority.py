@@ -2,8 +2,8 @@
 
 A decode step waits for the slowest of its threads, one on each processor, some hundred times. A thread that works on an
 adapter meanwhile would take far more of the processors than its niceness says: where it keeps one of the step's threads
-waiting, the others have nothing to do, and it takes their processors, too. Linux leaves it there until its slice of time
-has passed, milliseconds each time.
+waiting, the others have nothing to do, and it takes their processors, too. Linux leaves it there until its slice of
+time has passed, milliseconds each time.
 
 So the engine's threads ask for the shortest slices (`come_first`): since Linux 6.12 a thread that wakes takes the
 processor from one with longer slices at once. Earlier systems ignore that.

@@ -55,9 +55,9 @@ from kt_runtime.serve.memory.server import (
     with_lora_slots,
     with_microbatch,
 )
+from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
-from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on

@@ -1,9 +1,9 @@
 """Many requests leave no memory, file or thread behind. SOAK_REQUESTS: how many (`make soak`: 100,000).
 
-The server's processes are forks (`sglang_patch/frontend/processes.py`). A page that a process has from its parent becomes
-its own when it writes to it, as every use of a Python object does. So the memory that a process shares with no other
-(USS) grows for a while, by 0.3 KB a request after some thousands, while the C library has 16 bytes more in use for each
-and the resident set stays as it is. Here the resident sets count, less what was kept of routes: their ring is bounded.
+The server's processes are forks (`sglang_patch/frontend/processes.py`). A page that a process has from its parent
+becomes its own when it writes to it, as every use of a Python object does. So the memory that a process shares with no
+other (USS) grows for a while, by 0.3 KB a request after some thousands, while the C library has 16 bytes more in use
+for each. Here the resident sets count, less what was kept of routes: their ring is bounded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTLING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Use:
-    """Of all processes of a server. `open_files`: descriptors, sockets among them. `route_bytes`: part of the memory."""
+    """Of all processes of a server. `route_bytes`: part of the memory. `open_files`: descriptors, sockets too."""
 
     resident_bytes: int
     route_bytes: int
@@ -44,7 +44,8 @@ def use_of(served: Served) -> Use:
     frontend = forked_server.frontend_of(served.model_directory)
     processes = [frontend, *frontend.children(recursive=True)]
     memory = sum(process.memory_info().rss for process in processes)
-    return Use(memory, route_bytes(served), sum(one.num_fds() for one in processes), sum(one.num_threads() for one in processes))
+    files, threads = sum(one.num_fds() for one in processes), sum(one.num_threads() for one in processes)
+    return Use(memory, route_bytes(served), files, threads)
 
 
 def route_bytes(served: Served) -> int:
