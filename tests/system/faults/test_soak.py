@@ -103,4 +103,4 @@ def test_many_requests_leave_nothing_behind(float32_servers: Callable[[str], Ser
     grown = after.resident_bytes - before.resident_bytes - (after.route_bytes - before.route_bytes)
     print(f"{REQUESTS} requests after {WARM_UP}: {grown / 2**20:.1f} MiB, {before} -> {after}")
     assert grown <= GROWTH_BYTES
-    assert (after.open_files, after.threads) == (before.open_files, before.threads)
+    assert after.open_files <= before.open_files and after.threads <= before.threads
