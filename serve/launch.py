@@ -1,7 +1,8 @@
 """`kt-runtime serve`: starts the server from its options, and removes its temporary files when the server ends.
 
-Options, port, model, memory and sockets are checked before the model is loaded. SGLang's HTTP server then runs in this
-process and starts SGLang's scheduler process, which contains the resident.
+Options, port, model, memory and sockets are checked before the model is loaded, and several hosts agree. SGLang's HTTP
+server then runs in this process and starts SGLang's scheduler process, which contains the resident. A host other than
+host 0 starts its ranks only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
@@ -34,6 +35,8 @@ from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.finetuning.directory import claimed_finetuning
+from kt_runtime.serve.hosts.gathering import Gathered, gathered
+from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
@@ -61,9 +64,10 @@ from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
-from kt_runtime.serve.ranks import settings_of_ranks, with_ranks
+from kt_runtime.serve.ranks import with_ranks
 from kt_runtime.serve.registry.joining import Joining, joining
 from kt_runtime.sglang_patch.options import last_value
+from kt_runtime.sglang_patch.ranks.meeting import VARIABLE as RANKS_MEET
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
 
@@ -71,6 +75,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from kt_runtime.sglang_patch.frontend.http_server import Engine
+    from kt_runtime.sglang_patch.frontend.stalls import Look
+    from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +94,11 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     key = _take_key(options.api_key)
     for note in dropped_variables(os.environ):
         say(note)
-    check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
-    check_reach(options)
+    place = host_place(options)
+    has_http = place is None or place.number == 0
+    if has_http:
+        check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
+        check_reach(options)
     client_keys(options, key)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     options = _with_device(options, say)
@@ -102,8 +111,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         options = dataclasses.replace(options, stream_experts="off")
     check_gpu_experts(options, model.config, with_gpu=has_gpu())
     check_stream_experts(options, with_gpu=has_gpu())
-    place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
-    options = _with_cache(options, model.config, place)
+    tier = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
+    options = _with_cache(options, model.config, tier)
     options = with_lora_slots(with_lora_rank(options, model.config, model.name), model.config)
     if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
         say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
@@ -123,20 +132,22 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         options = dataclasses.replace(options, session_memory_bytes=session_memory_bytes(*memory))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with contextlib.ExitStack() as held:
-        held.enter_context(
-            exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}")
-        )
+        lock = f"serve-{options.port}{'' if has_http else f'-host-{options.node_rank}'}.lock"
+        held.enter_context(exclusive_lock(directory / lock, f"a server's place for port {options.port}"))
         if options.cache is not None:
             _prepare_cache(options.cache, _longest_tokens(options, model.config), directory, held, say)
         adapters = adapter_directory(options.adapter_dir, model.directory)
-        held.enter_context(claimed_adapters(adapters, directory))
-        for note in check_adapters(adapters):
-            say(note)
+        if has_http:
+            held.enter_context(claimed_adapters(adapters, directory))
+            for note in check_adapters(adapters):
+                say(note)
+        ranks = held.enter_context(gathered(options, place, model, adapters, say))
         registry = joining(options, model.name, model.config, adapters, say)
         finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
-        settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts)
+        settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts, ranks.address)
         os.environ.update(settings.to_environment())
-        for name, value in (settings_before_imports(has_gpu()) | settings_of_ranks(options.tp_size)).items():
+        os.environ[RANKS_MEET] = ranks.environment.pop(RANKS_MEET)
+        for name, value in (settings_before_imports(has_gpu()) | ranks.environment).items():
             os.environ.setdefault(name, value)
         # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
@@ -146,9 +157,12 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         for line in describe_model(options, model, *memory):
             say(line)
         log_level = last_value(options.passed_on, "--log-level") or "info"
-        console = held.enter_context(opened_console(say, directory, options.port, log_level, verbose=options.verbose))
+        log = f"{options.port}{'' if has_http else f'-host-{options.node_rank}'}"
+        console = held.enter_context(opened_console(say, directory, log, log_level, verbose=options.verbose))
         console.say("starting SGLang's processes, which takes half a minute")
-        ours = _Frontend(options, model, settings, key, directory, console, finetuning, registry)
+        if not has_http:
+            _run_other_host(sglang_arguments, ranks, options, settings, directory, console)
+        ours = _Frontend(options, model, settings, key, directory, console, finetuning, registry, ranks)
         _run(sglang_arguments, ours)
 
 
@@ -181,6 +195,21 @@ def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
         raise
 
 
+def _run_other_host(
+    arguments: list[str],
+    ranks: Gathered,
+    options: ServeOptions,
+    settings: ResidentSettings,
+    directory: Path,
+    console: Console,
+) -> NoReturn:
+    from kt_runtime.serve.hosts.other import ServingHost
+    from kt_runtime.sglang_patch.frontend import other_host
+
+    scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
+    other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))
+
+
 def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
     """Imports SGLang, which takes seconds. Raises InvalidValueError for a value that SGLang refuses."""
     from kt_runtime.sglang_patch import arguments
@@ -203,7 +232,9 @@ class _Frontend:
         console: Console,
         finetuning: Path | None,
         registry: Joining | None = None,
+        ranks: Gathered | None = None,
     ) -> None:
+        self._ranks = Gathered({}) if ranks is None else ranks
         self._options, self._model, self._settings, self._console = options, model, settings, console
         self._finetuning, self._registry = finetuning, registry
         self._trainers_key = None if key is None else secrets.token_urlsafe(32)
@@ -218,6 +249,13 @@ class _Frontend:
     @property
     def wire_address(self) -> str:
         return self._settings.wire_address
+
+    @property
+    def watch(self) -> RankWatch | None:
+        return self._ranks.watch
+
+    def ranks_elsewhere(self) -> Mapping[str, Look]:
+        return self._ranks.elsewhere()
 
     def prepare(self, app: FastAPI) -> None:
         self._door.prepare(app)
@@ -243,7 +281,8 @@ class _Frontend:
             self._door.stalled = engine.stalled
             reserved = self._door.models.reserved
             async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
-                adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)
+                place, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
+                adapters = Adapters(resident, names, engine.num_requests, place, has_hosts=has_hosts)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
@@ -296,9 +335,10 @@ class _Frontend:
                 f"{self._console.seconds:.0f} s; adapters: {url}/kt/adapters, status: {url}/kt/status"
             )
 
-    def failed(self, what: str) -> None:
+    def failed(self, what: str, status: int = 1) -> None:
         self._console.show_tail()
         self._console.say(f"kt-runtime: {what}; the server ends")
+        self._ranks.end([f"{what}; the server ends"], status)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -307,6 +347,7 @@ class _Frontend:
         for address in (self._settings.wire_address, self._settings.names_address):
             ipc_path(address).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+        self._ranks.end([], 0)
         self._console.end()
 
     def _resident_answers(self, *, restored: bool = False) -> bool:
@@ -330,13 +371,20 @@ def _take_key(key: str | None) -> ApiKey | None:
 
 
 def _settings(
-    options: ServeOptions, model: ResolvedModel, directory: Path, adapters: Path, ring_chunk_experts: int
+    options: ServeOptions,
+    model: ResolvedModel,
+    directory: Path,
+    adapters: Path,
+    ring_chunk_experts: int,
+    host_address: str = "",
 ) -> ResidentSettings:
+    sockets = f"{options.port}{f'-host-{options.node_rank}' if options.node_rank else ''}"
     settings = ResidentSettings(
+        host_address=host_address,
         model=model.name,
         model_directory=str(model.directory),
-        wire_address=f"ipc://{directory / f'resident-{options.port}.sock'}",
-        names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
+        wire_address=f"ipc://{directory / f'resident-{sockets}.sock'}",
+        names_address=f"ipc://{directory / f'names-{sockets}.sock'}",
         adapter_directory=str(adapters),
         stores_at_once=options.registry is not None,
         max_adapters=options.max_adapters,

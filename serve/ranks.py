@@ -75,10 +75,5 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
     return [which for which, is_given in given.items() if is_given]
 
 
-def settings_of_ranks(num_ranks: int) -> dict[str, str]:
-    """Environment variables for gloo, which connects the ranks of this machine."""
-    return {"GLOO_SOCKET_IFNAME": "lo"} if num_ranks > 1 else {}
-
-
 def _refused(num_ranks: int, why: str) -> InvalidValueError:
     return InvalidValueError(f"--tp-size {num_ranks}: {why}")

@@ -129,6 +129,12 @@ class Options(Protocol):
     @property
     def tp_size(self) -> int: ...
     @property
+    def nnodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def dist_init_addr(self) -> str | None: ...
+    @property
     def cache(self) -> Cache | None: ...
     @property
     def no_graphs(self) -> bool: ...
@@ -185,6 +191,9 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
             values["attention-backend"] = ACCELERATOR_ATTENTION
     if options.tp_size > 1:
         values |= {"tp-size": options.tp_size, "ep-size": options.tp_size, "grammar-backend": "none"}
+    if options.nnodes > 1:
+        values |= {"nnodes": options.nnodes, "node-rank": options.node_rank}
+        values |= {"dist-init-addr": str(options.dist_init_addr)}
     cache = options.cache
     if cache is not None:
         values |= {"max-total-tokens": cache.device_tokens, "page-size": cache.page_tokens}

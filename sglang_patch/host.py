@@ -67,7 +67,7 @@ class SGLangHost:
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
         self.has_whole_tensors = self.num_ranks == 1
-        self._ranks = members.gather(self._runner.model)
+        self.members = members.Members(self._runner.model, settings.host_address)
         self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)
         self._to_drop: set[str] = set()
@@ -133,7 +133,7 @@ class SGLangHost:
         return latencies.measured
 
     def ranks(self) -> list[RankStatus]:
-        return [member.status() for member in self._ranks]
+        return self.members.statuses()
 
     def reserve_slot(self) -> object | None:
         if self.num_ranks > 1:  # threads would fill it at other times on each rank

@@ -25,7 +25,7 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.ranks import group
+from kt_runtime.sglang_patch.ranks import group, members
 from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
 
 SYMBOLS = (
@@ -41,6 +41,7 @@ dozen times, and beside a thread that reads an adapter it would wait 5 ms, Pytho
 
 _metrics = TurnMetrics()
 _resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
+_members: Any = None  # its ranks
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def install(hooks: Hooks) -> None:
 
 
 def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    global _resident
+    global _resident, _members
     from kt_runtime.resident.server import Resident
     from kt_runtime.sglang_patch.host import SGLangHost
 
@@ -72,6 +73,7 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
     _prefer_engine()
     group.agree_on_tokens()
     host = SGLangHost(scheduler, settings)
+    _members = host.members
     _resident = Resident.start(host, settings) if group.rank() == 0 else Resident(host, settings, None)
     if scheduler.idle_sleeper is not None:
         import zmq
@@ -100,14 +102,17 @@ def _with_decisions(
 ) -> list[Any]:
     if _resident is None:
         return original(receiver, local_reqs=local_reqs)
-    ours = []
+    ours: list[Any] = []
     if group.rank() == 0:
         ours = [Decision(payload) for payload in _resident.decisions()]
+        ours += [members.Ask()] if _members.is_due() else []
     else:
         _resident.follow()
     received = original(receiver, local_reqs=[*(local_reqs or []), *ours])
     _resident.apply([request.payload for request in received if isinstance(request, Decision)])
-    return [request for request in received if not isinstance(request, Decision)]
+    if any(isinstance(request, members.Ask) for request in received):
+        _members.tell()
+    return [request for request in received if not isinstance(request, (Decision, members.Ask))]
 
 
 def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

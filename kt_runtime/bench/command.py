@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kt_runtime.bench.measuring import Say, measures
-from kt_runtime.bench.scale.command import scale
+from kt_runtime.bench.scale.command import ranks, scale
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def command() -> None:
 
 
 command.add_command(scale)
+command.add_command(ranks)
 
 
 @command.command(name="experts")
@@ -488,7 +489,7 @@ def gpu(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `swap`, `serve`, `cache`, `gpu` or
+    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `swap`, `scale`, `serve`, `cache`, `gpu` or
     `demo`, to docs/measurements; generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report

@@ -109,6 +109,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("huge pages", f"{format_bytes(huge['free_bytes'])} free of {format_bytes(huge['total_bytes'])} reserved"),
     ]
     rows += [("expert weights", line) for line in _node_lines(report["memory_nodes"])]
+    rows.append(("processes", recommended_processes(report["memory_nodes"])))
     rows += [("GPU", _gpu_line(gpu)) for gpu in report["gpus"]] or [
         ("GPU", "none that PyTorch can use" if report["gpu_problem"] else "none: everything runs on the CPU")
     ]
@@ -138,6 +139,23 @@ def _node_lines(memory_nodes: dict[str, Any]) -> list[str]:
             + free
         )
     return lines + ([memory_nodes["refusal"]] if memory_nodes["refusal"] else [])
+
+
+def recommended_processes(memory_nodes: dict[str, Any]) -> str:
+    """One process, or a rank on each memory node, with the reason. `bench ranks` compares them on this machine."""
+    num_nodes, refusal = len(memory_nodes["nodes"]), memory_nodes["refusal"]
+    if num_nodes < 2:
+        return "one: there is one memory node"
+    if refusal is not None:
+        return (
+            f"{num_nodes} ranks, one on each memory node (--tp-size {num_nodes}): the system refuses to place one "
+            "process's weights, and what a rank loads lies on its own node; for models whose heads and experts "
+            f"{num_nodes} divides (docs/scale.md)"
+        )
+    return (
+        f"one: its threads on each of {num_nodes} memory nodes read their own part of every matrix, and ranks would "
+        "wait for each other four times a layer"
+    )
 
 
 def _server_line(server: dict[str, Any]) -> str:

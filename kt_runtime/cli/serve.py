@@ -101,6 +101,13 @@ class ServeCommand(click.Command):
     show_default=True,
     help="Ranks: processes that compute the model together, without a GPU; each has a share of heads and experts.",
 )
+@click.option("--nnodes", default=1, show_default=True, help="Hosts: machines over which the ranks are split.")
+@click.option("--node-rank", default=0, show_default=True, help="This host. Host 0 has the HTTP server.")
+@click.option(
+    "--dist-init-addr",
+    metavar="HOST:PORT",
+    help="With several hosts: an address of host 0 that all of them reach (docs/scale.md).",
+)
 @click.option(
     "--expert-format",
     metavar="int8|int4",

@@ -42,11 +42,20 @@ def command(url: str | None, api_key: str | None, as_json: bool) -> None:
 
 
 def _show_ranks(ranks: list[dict[str, Any]]) -> None:
-    table = Table("rank", "process", "experts of a layer", "weights", "memory", "most memory")
+    """The slowest rank is the one for which the others wait."""
+    hosts = {each["host"]: each["address"] for each in ranks}
+    if len(hosts) > 1:
+        places = ", ".join(f"host {number} ({address})" for number, address in sorted(hosts.items()))
+        click.echo(f"{len(ranks)} ranks on {len(hosts)} hosts: {places}")
+    table = Table(
+        "rank", "host", "process", "experts of a layer", "weights", "memory", "most memory", "waits for others"
+    )
     for each in ranks:
         experts = f"{each['first_expert']} to {each['first_expert'] + each['num_experts'] - 1}"
         sizes = (each["dense_bytes"] + each["expert_bytes"], each["rss_bytes"], each["peak_bytes"])
-        table.add_row(str(each["rank"]), str(each["pid"]), experts, *map(format_bytes, sizes))
+        waits = f"{100 * each['waiting_share']:.0f} %{', the slowest' if each['is_slowest'] else ''}"
+        place = (str(each["rank"]), str(each["host"]), str(each["pid"]))
+        table.add_row(*place, experts, *map(format_bytes, sizes), waits)
     console_of_width(NARROW).print(table)
 
 

@@ -41,6 +41,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     `route_bytes`: memory for the routes of served tokens, 0: they are not kept.
 
+    `host_address`: of this host among several, empty with one.
+
     `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
 
@@ -68,6 +70,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     cache_read_only: bool = False
     route_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    host_address: str = ""
     step: bool = True
     gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     gpu_expert_format: Literal["auto", "published", "model"] = "auto"

@@ -39,7 +39,7 @@ from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
 from kt_runtime.resident.publishing.preparation import MOST_AHEAD
 from kt_runtime.resident.publishing.probe import Probe
-from kt_runtime.resident.publishing.publisher import Publisher
+from kt_runtime.resident.publishing.publisher import Followed, Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.training.session_limits import SessionLimits
@@ -221,9 +221,10 @@ class Resident:
             is_alone = self._open.begin(request.session, request.request_id)
             if isinstance(request, messages.Publish) and self._reads_ahead and self._knows_open and is_alone:
                 self.handlers.publish_ahead(request)
-        if isinstance(request, messages.LoadAdapter) and self._reads_ahead and len(self._ahead) < MOST_AHEAD:
+        is_load = isinstance(request, (messages.LoadAdapter, messages.FollowAdapter))
+        if is_load and self._reads_ahead and len(self._ahead) < MOST_AHEAD:
             key = f"load {request.request_id}"
-            self.publisher.read_ahead(key, request.name, request.path)
+            self.publisher.read_ahead(key, request.name, request.path, _followed(request))
             self._ahead.add(key)
 
     def has_work(self) -> bool:
@@ -364,15 +365,12 @@ class Resident:
                 return None
             case messages.ListAdapters():
                 return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
-            case messages.LoadAdapter():
+            case messages.LoadAdapter() | messages.FollowAdapter():
                 done, key = self._answers.when_moved(request, request.name), f"load {request.request_id}"
                 ahead = key if key in self._ahead else None
                 self._ahead.discard(key)
-                self.publisher.load(request.name, request.path, done, take_over=request.take_over, ahead=ahead)
-                return None
-            case messages.FollowAdapter():
-                done = self._answers.when_moved(request, request.name)
-                self.publisher.follow(request.name, request.path, request.adapter_version, request.source, done)
+                takes, follows = getattr(request, "take_over", False), _followed(request)
+                self.publisher.load(request.name, request.path, done, take_over=takes, ahead=ahead, follows=follows)
                 return None
             case messages.RollbackAdapter():
                 done = self._answers.when_moved(request, request.name)
@@ -502,6 +500,10 @@ class Resident:
 
     def _on_moved(self, lora_id: str, error: Exception | None) -> None:
         self._moved.append(Moved(lora_id, _as_reply(error)))
+
+
+def _followed(request: messages.LoadAdapter | messages.FollowAdapter) -> Followed | None:
+    return (request.adapter_version, request.source) if isinstance(request, messages.FollowAdapter) else None
 
 
 def _as_reply(error: Exception | None) -> ErrorReply | None:

@@ -28,7 +28,11 @@ class SessionInfo(msgspec.Struct, kw_only=True):
 class RankStatus(msgspec.Struct, kw_only=True):
     """One of several processes that compute the model together. It holds `num_experts` of each layer's routed experts,
     from `first_expert` on: `expert_bytes`, and `dense_bytes` of other weights. `rss_bytes`, `peak_bytes`: memory of its
-    process now, and at most so far; 0 if it has ended."""
+    process, and at most so far. `host`: the number of its host, `address`: empty with one host.
+
+    `waiting_share`: of the latest second of work, what it waited for what other ranks send. `is_slowest`: no rank
+    waited less. `sent_bytes`: what it sent to the others since its start, without the engine's own sums.
+    """
 
     rank: int
     pid: int
@@ -38,6 +42,11 @@ class RankStatus(msgspec.Struct, kw_only=True):
     expert_bytes: int
     rss_bytes: int
     peak_bytes: int
+    host: int = 0
+    address: str = ""
+    waiting_share: float = 0.0
+    is_slowest: bool = False
+    sent_bytes: int = 0
 
 
 class CacheTier(msgspec.Struct, kw_only=True):

@@ -98,9 +98,9 @@ def terminal() -> TextIO:
 
 @contextlib.contextmanager
 def opened_console(
-    say: Callable[[str], None], directory: Path, port: int, log_level: str, *, verbose: bool
+    say: Callable[[str], None], directory: Path, name: str | int, log_level: str, *, verbose: bool
 ) -> Iterator[Console]:
-    """The console of the server on `port`; the log and SGLang's logging configuration are in `directory`.
+    """The console of the server `name`, its port; the log and SGLang's logging configuration are in `directory`.
 
     `verbose`: all output of the processes goes to the terminal and there is no log file. The same holds when the user
     configures SGLang's logging. When the server fails, the end of the log is shown.
@@ -108,9 +108,9 @@ def opened_console(
     if verbose or os.environ.get(CONFIG_VARIABLE):
         yield Console(say)
         return
-    configuration = directory / f"serve-{port}.logging.json"
+    configuration = directory / f"serve-{name}.logging.json"
     configuration.write_text(json.dumps(logging_config(log_level)))
-    console = Console(say, LogFile(directory / f"serve-{port}.log"), configuration)
+    console = Console(say, LogFile(directory / f"serve-{name}.log"), configuration)
     console.start()
     try:
         yield console

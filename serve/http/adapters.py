@@ -6,14 +6,17 @@ validator checks every adapter.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.serve.hosts.shared_copy import shared_copy
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.wire import messages
 from kt_runtime.wire.async_client import AsyncResidentClient
@@ -30,7 +33,7 @@ def _new_id() -> str:
 class Adapters:
     """`num_requests` returns the frontend's number of requests in flight, for all adapters and the base.
 
-    `adapter_directory`: the resident's directory of published versions.
+    `adapter_directory`: the resident's directory of published versions. `has_hosts`: the server has several hosts.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Adapters:
         names: NamesServer,
         num_requests: Callable[[], int],
         adapter_directory: str | None = None,
+        *,
+        has_hosts: bool = False,
     ) -> None:
         self._resident, self._names, self._num_requests = resident, names, num_requests
-        self._adapter_directory = adapter_directory
+        self._adapter_directory, self._has_hosts = adapter_directory, has_hosts
         self.registry: Callable[[], dict[str, Any]] | None = None
         """This server as a replica of a registry: its report (`serve/registry/report.py`)."""
 
@@ -85,11 +90,13 @@ class Adapters:
 
         `take_over`: move the name even if a training session publishes it.
         """
-        place = absolute_path(path)
+        place, called = absolute_path(path), adapter_name(name)
         self._names.check_name(name)
-        return await self._change(
-            messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
-        )
+        async with contextlib.AsyncExitStack() as held:
+            if self._has_hosts and self._adapter_directory is not None:
+                place = await held.enter_async_context(shared_copy(place, Path(self._adapter_directory)))
+            request = messages.LoadAdapter(request_id=_new_id(), name=called, path=place, take_over=take_over)
+            return await self._change(request)
 
     async def follow(self, name: str, path: str, version: str, source: str) -> dict[str, Any]:
         """As `load`, for a version of another server with the content hash `version`. The name's owner stays."""

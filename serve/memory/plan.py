@@ -66,7 +66,8 @@ class ServingShape:
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it. `ranks`: processes that compute the model together, and do not train if there are several.
+    model that has it. `ranks`: processes of this host that compute the model together, and do not train if there are
+    several. `hosts`: over which weights and KV cache are split evenly.
     """
 
     device: Device = "cpu"
@@ -94,6 +95,7 @@ class ServingShape:
     context_tokens: int | None = None
     state_slots: int = 0
     ranks: int = 1
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +140,12 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     sequence = tokens * cached_numbers_per_token(config)
     slots, masters = lora_parameters(config, shape)
     needs = [
-        MemoryNeed("attention and dense weights", device, dense_bytes),
+        MemoryNeed("attention and dense weights", device, dense_bytes // shape.hosts),
         MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
         MemoryNeed("rotary tables", device, _rotary_bytes(config, shape), (CONTEXT_TOKENS,)),
-        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
+        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held) // shape.hosts),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
-        MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
+        MemoryNeed("KV cache", device, sequence * shape.activation_bytes // shape.hosts, (shape.tokens_option,)),
         MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
         *_cache_needs(config, shape),
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),

@@ -26,6 +26,8 @@ LOWEST_VALUES = {
     "lora_slots": 2,
     "context_tokens": 16,
     "tp_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
     "expert_threads": 1,
     "microbatch_tokens": 1,
     "max_adapters": 1,
@@ -68,7 +70,8 @@ class ServeOptions:
     `max_adapters`: names of adapters at once; `max_adapter_disk_bytes`: of files in their directory; None: any.
     `registry`: a directory or URL, of the adapters that several servers share (`serve.registry`); None: none.
     `expert_isa`, `expert_threads`: None: the best available.
-    `tp_size`: ranks, processes that compute the model together (`serve.ranks`).
+    `tp_size`: ranks, processes that compute the model together (`serve.ranks`). `nnodes`: hosts that they run on,
+    `node_rank`: this host, `dist_init_addr`: HOST:PORT of host 0 (`serve.hosts`).
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
     `no_graphs`: an accelerator captures no graphs; for debugging.
@@ -125,6 +128,9 @@ class ServeOptions:
     expert_isa: str | None = None
     expert_threads: int | None = None
     tp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
     expert_format: str | None = None
     placement: Path | None = None
     no_step: bool = False

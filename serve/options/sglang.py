@@ -17,17 +17,18 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use kt-runtime's own option", "--max-running-requests --max-lora-rank"),
     ("use kt-runtime's own option", "--served-model-name"),
     ("use kt-runtime's own option --tp-size", "--tp-size --tensor-parallel-size"),
+    ("use kt-runtime's own option", "--nnodes --node-rank --dist-init-addr"),
     ("use --context-tokens", "--context-length"),
     ("use --lora-slots", "--max-loras-per-batch"),
     ("use --device cuda:N", "--base-gpu-id --gpu-id-step"),
     ("SGLang logs its arguments; set KT_RUNTIME_API_KEY instead", "--api-key --admin-api-key"),
     ("a file can hold options that kt-runtime decides; write them out", "--config"),
     (
-        "ranks are of one machine and one kind, set by --tp-size: heads, outputs and experts are split over them all",
+        "ranks are of one kind, set by --tp-size: heads, outputs and experts are split over them all",
         "--pp-size --pipeline-parallel-size --dp-size --data-parallel-size --ep "
         "--ep-size --expert-parallel-size --moe-dp-size --moe-data-parallel-size --dcp-size "
         "--decode-context-parallel-size --attn-cp-size --attention-context-parallel-size --attn-dp-size "
-        "--attention-data-parallel-size --nnodes --node-rank --dist-init-addr --enable-dp-attention --use-ray "
+        "--attention-data-parallel-size --enable-dp-attention --use-ray "
         "--tokenizer-worker-num --detokenizer-worker-num --disaggregation-* --encoder-* --elastic-ep-* "
         "--enable-pd-role-switch --enable-elastic-expert-backup",
     ),

@@ -31,17 +31,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerBusyError
+from kt_runtime.ranks.failures import Failure
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
+from kt_runtime.sglang_patch.frontend.stalls import Look
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.ranks import deaths
+from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -90,6 +93,7 @@ DRAIN_SECONDS = 10.0  # time for running requests to finish after the first SIGT
 STOP_SECONDS = 25.0  # after this time the process ends everything that still runs
 WARM_UP_POLL_SECONDS = 0.1
 REFUSED = 2  # exit status, as of a mistake in the options
+LOST_SECONDS = 0.5  # after a rank's failure the event loop has so long for telling the clients
 ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.backend.CLOSING_SECONDS`)
 
 
@@ -187,8 +191,17 @@ class Frontend(Protocol):
         """The server is about to end because of `refusal`."""
         ...
 
-    def failed(self, what: str) -> None:
-        """The server is about to end because of an internal error `what`. The log has details."""
+    def failed(self, what: str, status: int = 1) -> None:
+        """The server is about to end with `status` because of an internal error `what`. The log has details."""
+        ...
+
+    @property
+    def watch(self) -> RankWatch | None:
+        """Of the ranks of this host; None for a server of one rank."""
+        ...
+
+    def ranks_elsewhere(self) -> Mapping[str, Look]:
+        """The ranks of other hosts (`stalls.py`). Called in the event loop."""
         ...
 
     def stop(self) -> None:
@@ -209,7 +222,7 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    _apply(install)
+    apply(install)
     server = _Server(frontend)
     with contextlib.ExitStack() as ending:  # runs in reverse order; a failing step does not prevent the next
         ending.callback(frontend.clean_up)
@@ -217,7 +230,8 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
         ending.callback(kill_process_tree, os.getpid(), include_parent=False, wait_timeout=60)
         ending.callback(server.wait_for_engine)
         ending.callback(frontend.stop)
-        server.run(arguments)
+        with named_failure(frontend.watch):
+            server.run(arguments)
     # Cleanup is complete. SGLang's ZMQ contexts and threads could still delay the interpreter's exit by half a minute.
     logging.shutdown()
     sys.stdout.flush()
@@ -225,7 +239,26 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     os._exit(0)
 
 
-def _apply(install: Callable[[Hooks], None]) -> None:
+@contextlib.contextmanager
+def named_failure(watch: RankWatch | None) -> Iterator[None]:
+    """An error in the block, while ranks load the model, becomes one that names the rank at fault, if one is."""
+    try:
+        yield
+    except Exception as error:
+        if watch is None:
+            raise
+        if not watch.claim():  # its thread ends this process
+            threading.Event().wait(STOP_SECONDS)
+        cause = watch.wait_for_cause()
+        if cause is None:
+            raise
+        if cause.status == REFUSED:
+            raise InvalidValueError(cause.why) from error
+        raise RuntimeFault(f"{cause.why}; the server ends") from error
+
+
+def apply(install: Callable[[Hooks], None]) -> None:
+    """Patches SGLang in this process."""
     hooks = Hooks.for_this_process()
     install(hooks)
     hooks.apply()
@@ -285,6 +318,7 @@ class _Server:
         self._shared_memory: Path | None = None
         self._num_signals = 0
         self._asked_to_end = False
+        self._failing = threading.Lock()
 
     def run(self, arguments: list[str]) -> None:
         from sglang.srt.entrypoints import http_server
@@ -294,7 +328,11 @@ class _Server:
             signal.signal(number, _end_while_loading)
         server_args = prepare_server_args(arguments)
         server_args.resolve_once()
-        _apply(functools.partial(processes.install, server_args=server_args))
+        watch = self.frontend.watch
+        if watch is not None:
+            watch.start(self._lost)
+        on_rank = None if watch is None else watch.add
+        apply(functools.partial(processes.install, server_args=server_args, on_rank=on_rank))
         self.frontend.prepare(http_server.app)
         router = http_server.app.router
         router.lifespan_context = functools.partial(self._lifespan, router.lifespan_context)
@@ -314,6 +352,7 @@ class _Server:
         self._shared_memory = Path(shm_path_for(port_args.instance_id))
         manager, templates = init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=FrontendManager)
         manager.on_stop, manager.on_failure = self._stop, self._fail
+        manager.ranks_elsewhere = self.frontend.ranks_elsewhere
         self.manager = manager
         return manager, templates
 
@@ -379,14 +418,30 @@ class _Server:
         if self.manager._server_stop_hook is not None:
             self.manager._server_stop_hook()
 
-    def _fail(self, why: str = "") -> None:
-        assert self.manager is not None
-        watchdog = self.manager._subprocess_watchdog
+    def _lost(self, failure: Failure) -> None:
+        """In the watch's thread: clients that wait are told why, then the server ends."""
+        manager = self.manager
+        if manager is not None and manager.event_loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                manager.event_loop.call_soon_threadsafe(manager.end_server, failure.why)
+                threading.Event().wait(LOST_SECONDS)
+        self._fail(failure.why, failure.status)
+
+    def _fail(self, why: str = "", status: int = 1) -> None:
+        """Ends the server, once, whichever thread comes first."""
+        watch, watchdog = self.frontend.watch, None if self.manager is None else self.manager._subprocess_watchdog
+        if not why and watch is not None:
+            if not watch.claim():
+                return
+            cause = watch.wait_for_cause()
+            why = "" if cause is None else cause.why
+        if not self._failing.acquire(blocking=False):
+            return
         if watchdog is not None and not why:
             is_lost = lost_device.has_ended(watchdog._processes)
             why = lost_device.MESSAGE if is_lost else deaths.described(watchdog)
-        self.frontend.failed(why or "one of the server's processes has died")
-        self._end_now(1)
+        self.frontend.failed(why or "one of the server's processes has died", status)
+        self._end_now(status)
 
     def _end_now(self, status: int) -> None:
         from sglang.srt.utils import kill_process_tree
@@ -404,6 +459,8 @@ class _Server:
 
         assert self.manager is not None
         self._stop_watchdog()
+        if self.frontend.watch is not None:
+            self.frontend.watch.claim()
         self.manager._dispatch_to_scheduler(ShutdownReq())
         self._asked_to_end = True
 

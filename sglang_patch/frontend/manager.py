@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
@@ -40,9 +40,11 @@ from kt_runtime.sglang_patch.frontend.logprob_limits import check_prompt_logprob
 from kt_runtime.sglang_patch.frontend.overload import Overloaded, note_answers, take_tokens
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampling
-from kt_runtime.sglang_patch.frontend.stalls import Stalls, rank_names
+from kt_runtime.sglang_patch.frontend.stalls import EngineStalled, Look, Stalls, rank_names
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
+
+TELLING_SECONDS = 0.2
 
 
 class AdapterService(Protocol):
@@ -62,10 +64,12 @@ class FrontendSignals(SignalHandler):
 
 
 class FrontendManager(FaultContainment):
-    """`adapters`, `on_stop` and `on_failure` are set before the first request."""
+    """`adapters`, `on_stop` and `on_failure` are set before the first request, `ranks_elsewhere` (`stalls.py`) with
+    them."""
 
     adapters: AdapterService | None = None
     stalls: Stalls | None = None
+    ranks_elsewhere: Callable[[], Mapping[str, Look]] = dict
     on_stop: Callable[[], None]
     on_failure: Callable[[str], None]
 
@@ -82,11 +86,13 @@ class FrontendManager(FaultContainment):
         """Called in the event loop, once the engine answers."""
         watchdog = self._subprocess_watchdog
         processes = [(name, process.pid) for name, process in zip(watchdog._names, watchdog._processes, strict=True)]
-        self.stalls = Stalls(self, rank_names(processes))
+        self.stalls = Stalls(self, rank_names(processes), elsewhere=self.ranks_elsewhere)
         self.asyncio_tasks.add(asyncio.create_task(self.stalls.watch()))
 
     def end_server(self, why: str) -> None:
-        self.on_failure(why)
+        """Clients that wait are told why before their connections end."""
+        self.end_waiting(EngineStalled(why))
+        asyncio.get_running_loop().call_later(TELLING_SECONDS, self.on_failure, why)
 
     def stalled(self) -> str:
         """Why the engine can't answer; empty while it works."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
+from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from typing import Any
 
@@ -21,20 +22,28 @@ from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.signals import leave_to_frontend
 
 ENGINE_PROCESSES = "sglang.srt.entrypoints.engine.mp"
+SCHEDULER = "run_scheduler_process"
 
 
-def install(hooks: Hooks, server_args: Any) -> None:
-    """Does nothing with CUDA, nor with `--numa-node`, which SGLang applies to a new interpreter only."""
+def install(hooks: Hooks, server_args: Any, on_rank: Callable[[ForkProcess], None] | None = None) -> None:
+    """Does nothing with CUDA, nor with `--numa-node`, which SGLang applies to a new interpreter only.
+
+    `on_rank`: called with each scheduler's process, in the order of ranks, once it has been started.
+    """
     if not hooks.has_cuda_kernels and server_args.numa_node is None:
-        hooks.set(ENGINE_PROCESSES, ForkingMultiprocessing())
+        hooks.set(ENGINE_PROCESSES, ForkingMultiprocessing(on_rank))
 
 
 class ForkingMultiprocessing:
     """The module `multiprocessing` with forks for processes. The start method of other modules stays as it is."""
 
-    @property
-    def Process(self) -> type[Forked]:
-        return Forked
+    def __init__(self, on_rank: Callable[[ForkProcess], None] | None = None) -> None:
+        self._on_rank = on_rank
+
+    def Process(self, *args: Any, **kwargs: Any) -> Forked:
+        process = Forked(*args, **kwargs)
+        process.on_rank = self._on_rank
+        return process
 
     def __getattr__(self, name: str) -> Any:
         return getattr(multiprocessing, name)
@@ -43,15 +52,20 @@ class ForkingMultiprocessing:
 class Forked(ForkProcess):
     """Begins with Python's default signal handlers, as a new interpreter does, and leaves Ctrl-C to the frontend."""
 
+    on_rank: Callable[[ForkProcess], None] | None = None
+
     def start(self) -> None:
         # A garbage collection visits no frozen object. In the fork, each object that it visits would cost a copy.
         gc.collect()
         gc.freeze()
+        is_rank = getattr(self._target, "__name__", "") == SCHEDULER  # `start` forgets it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             super().start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self.on_rank is not None and is_rank:
+            self.on_rank(self)
 
     def run(self) -> None:
         for number in signal.valid_signals():

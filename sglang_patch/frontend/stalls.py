@@ -12,8 +12,8 @@ stays green for 20 s. All times are monotonic: the wall clock may jump.
 A long batch and a training slice use the processor, so neither is a stall; nor is a process that computes for ever,
 which SGLang's own watchdog ends after 300 s.
 
-Of several ranks none goes on without the others: once one of them has been stopped for `RANK_SECONDS`, or all have hung
-for `GRACE_SECONDS`, the server ends.
+Of several ranks none goes on without the others: once one of them has been stopped, or all have hung, for
+`RANK_SECONDS`, the server ends. Ranks of other hosts count too: one that computes there is no stall here.
 
 While the engine is stalled, `/health` and `/ready` answer 503 and new requests are refused with 503. After
 `GRACE_SECONDS` the requests that wait end with the same error. The first message from the engine ends the stall.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,7 +100,10 @@ def look_at(pid: int) -> Look | None:
 
 
 class Stalls:
-    """`processes`: name and process id of each. `reason`: why the engine is taken as stalled; empty while it works."""
+    """`processes`: name and process id of each. `reason`: why the engine is taken as stalled; empty while it works.
+
+    `elsewhere`: ranks of other hosts, each named with its process and its host, as these hosts last saw them.
+    """
 
     def __init__(
         self,
@@ -108,15 +111,17 @@ class Stalls:
         processes: Sequence[tuple[str, int]],
         look: Callable[[int], Look | None] = look_at,
         clock: Callable[[], float] = time.monotonic,
+        elsewhere: Callable[[], Mapping[str, Look]] = dict,
     ) -> None:
         self.reason = ""
         self._has_ranks = any(name.startswith(RANK) for name, _ in processes)
-        self._manager, self._processes, self._look, self._clock = manager, processes, look, clock
+        self._manager, self._look, self._clock, self._elsewhere = manager, look, clock, elsewhere
+        self._processes = {f"{_named(name)} (process {pid})": pid for name, pid in processes}
         self._stalled_since = 0.0
         self._ended_requests = False
-        self._stopped_before: set[int] = set()
+        self._stopped_before: set[str] = set()
         self._silent_since = 0.0
-        self._main_seconds: dict[int, float] = {}
+        self._main_seconds: dict[str, float] = {}
         self._probe: asyncio.Future[None] | None = None
 
     async def watch(self) -> None:
@@ -132,41 +137,40 @@ class Stalls:
     def check(self) -> None:
         """One look at everything. Sets or clears `reason`, and ends requests that have waited for too long."""
         now = self._clock()
-        looks = {pid: look for _, pid in self._processes if (look := self._look(pid)) is not None}
-        stopped = self._stopped(looks)
-        why = stopped or self._hung(looks, now)
+        looks = {who: look for who, pid in self._processes.items() if (look := self._look(pid)) is not None}
+        looks |= self._elsewhere()
+        why = self._stopped(looks) or self._hung(looks, now)
         if why and not self.reason:
             logger.error("the server can't answer: %s", why)
             self._stalled_since, self._ended_requests = now, False
         elif self.reason and not why:
             logger.warning("the server answers again after %.0f s", now - self._stalled_since)
         self.reason = why
-        patience = RANK_SECONDS if stopped else GRACE_SECONDS
-        if why and self._has_ranks and now - self._stalled_since >= patience:
+        if why and self._has_ranks and now - self._stalled_since >= RANK_SECONDS:
             self._manager.end_server(why)
         if why and not self._ended_requests and now - self._stalled_since >= GRACE_SECONDS:
             self._ended_requests = True
             self._manager.end_waiting(EngineStalled(why))
 
-    def _stopped(self, looks: dict[int, Look]) -> str:
+    def _stopped(self, looks: Mapping[str, Look]) -> str:
         """A debugger that reads a process's memory stops it for a moment only, so two looks must agree."""
-        now_stopped = {pid for pid, look in looks.items() if look.stopped}
+        now_stopped = {who for who, look in looks.items() if look.stopped}
         agreed, self._stopped_before = now_stopped & self._stopped_before, now_stopped
-        names = [f"{_named(name)} (process {pid})" for name, pid in self._processes if pid in agreed]
+        names = [who for who in looks if who in agreed]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} stopped by a signal" if names else ""
 
-    def _hung(self, looks: dict[int, Look], now: float) -> str:
+    def _hung(self, looks: Mapping[str, Look], now: float) -> str:
         heard = self._manager.heard_at > self._silent_since
         nobody_waits = not self._manager.num_waiting() and not self.reason
         silent = now - self._silent_since
-        used = max((look.main_seconds - self._main_seconds.get(pid, 0.0) for pid, look in looks.items()), default=0.0)
+        used = max((look.main_seconds - self._main_seconds.get(who, 0.0) for who, look in looks.items()), default=0.0)
         if heard or nobody_waits or used > BUSY_SHARE * max(silent, HUNG_SECONDS):
             self._silent_since = now
-            self._main_seconds = {pid: look.main_seconds for pid, look in looks.items()}
+            self._main_seconds = {who: look.main_seconds for who, look in looks.items()}
             return ""
         if silent >= SILENT_SECONDS and (self._probe is None or self._probe.done()):
             self._probe = self._manager.ask_for_a_token()
-        names = " and ".join(f"{_named(name)} (process {pid})" for name, pid in self._processes)
+        names = " and ".join(dict.fromkeys((*self._processes, *looks)))
         return f"{names} compute nothing and have answered nothing for {silent:.0f} s" if silent >= HUNG_SECONDS else ""
 
 

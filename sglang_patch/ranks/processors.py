@@ -26,11 +26,11 @@ def install(hooks: Hooks) -> None:
 def bind_rank(original: Callable[..., Any], *, device: str) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    ranks = int(get_parallel().tp_size)
-    if ranks == 1:
+    if int(get_parallel().tp_size) == 1:
         return original(device=device)
+    ranks = int(get_parallel().tp_size) // int(get_parallel().nnodes)  # of this host
     cores = cores_of(sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, processors_of(cores, int(get_parallel().tp_rank), ranks))
+    os.sched_setaffinity(0, processors_of(cores, int(get_parallel().tp_rank) % ranks, ranks))
     return None
 
 
@@ -42,17 +42,21 @@ def processors_of(cores: Sequence[Sequence[int]], rank: int, num_ranks: int) -> 
 
 
 def cores_of(processors: Sequence[int], topology: Path = TOPOLOGY) -> list[list[int]]:
-    """The processors of each physical core, in the order of packages and cores. A processor of which the system says
-    nothing is a core."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """The processors of each physical core, in the order of memory nodes, packages and cores: with as many ranks as
+    nodes each rank has a node. A processor of which the system says nothing is a core."""
+    found: dict[tuple[int, int, int], list[int]] = {}
     for processor in processors:
-        found.setdefault(_place(topology / f"cpu{processor}" / "topology", processor), []).append(processor)
+        found.setdefault(_place(topology / f"cpu{processor}", processor), []).append(processor)
     return [found[place] for place in sorted(found)]
 
 
-def _place(topology: Path, processor: int) -> tuple[int, int]:
+def _place(directory: Path, processor: int) -> tuple[int, int, int]:
+    """(memory node, package, core). `directory`: the system's about the processor."""
+    node = min((int(each.name[4:]) for each in directory.glob("node[0-9]*")), default=-1)
     try:
-        package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+        package, core = (
+            int((directory / "topology" / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
     except (OSError, ValueError):
-        return (-1, processor)
-    return (package, core)
+        return (node, -1, processor)
+    return (node, package, core)

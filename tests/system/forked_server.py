@@ -17,7 +17,7 @@ import psutil
 import setproctitle
 from reference.cache import faulty_disk
 from reference.on_device import lost_device
-from reference.server import changed_processes, hung_scheduler
+from reference.server import changed_processes, hung_scheduler, network
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -117,6 +117,8 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
         lost_device.install()
     if environment.get(hung_scheduler.CONTROL):
         hung_scheduler.install()
+    if namespace := environment.get(network.VARIABLE):
+        network.enter(namespace)
     changed_processes.install()
     if emulated := sys.modules.get("device.backend"):  # torch has loaded it (tests/device)
         emulated.follow_environment()

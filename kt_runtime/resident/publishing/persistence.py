@@ -74,7 +74,8 @@ class _Name:
 class Persistence:
     """Thread-safe. Only `flush` and `close` wait for the disk.
 
-    `at_once`: without the delay, and with the priority of other work: other servers wait for the files. Without
+    `at_once`: without the delay, and with the priority of other work: other servers wait for the files, unless `put`
+    says that they have them. Without
     `is_writer` nothing is written nor kept: another rank does so.
     """
 
@@ -99,14 +100,22 @@ class Persistence:
         self._thread.start()
 
     def put(
-        self, name: str, version: AdapterVersion, adapter: AdapterTensors, served: list[str], known: Collection[str]
+        self,
+        name: str,
+        version: AdapterVersion,
+        adapter: AdapterTensors,
+        served: list[str],
+        known: Collection[str],
+        *,
+        is_elsewhere: bool = False,
     ) -> None:
-        """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
+        """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written.
+        `is_elsewhere`: another server has its files, so nobody waits for this one's."""
         if not self._is_writer:
             return
         with self._changed:
             entry = self._names.setdefault(name, _Name())
-            if entry.is_done and not self._at_once:
+            if entry.is_done and (is_elsewhere or not self._at_once):
                 entry.not_before = time.monotonic() + DELAY_SECONDS
             entry.waiting.pop(version.hash, None)
             entry.waiting[version.hash] = _Waiting(version, adapter)

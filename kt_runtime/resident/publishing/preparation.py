@@ -17,6 +17,7 @@ from kt_runtime.adapters import (
     read_adapter,
 )
 from kt_runtime.adapters.tensors import Contents, contents_of, give_way
+from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
@@ -53,10 +54,11 @@ class Preparation:
     def __init__(self, host: Host, family: Family, name: str, slot: object | None) -> None:
         self._host, self._family, self._name, self.slot = host, family, name, slot
 
-    def loaded(self, path: str, source: str | None = None) -> Prepared:
-        """From a PEFT directory or GGUF file. `source`: what users are told, if it is not the path.
+    def loaded(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared:
+        """From a PEFT directory or GGUF file. `source`: what users are told, if it is not the path. `expected`: the
+        content's hash; None: any.
 
-        Raises as `read_adapter`, and as `checked`.
+        Raises as `read_adapter`, and as `checked`; AdapterError for another hash.
         """
         give_way(self._file_bytes(path))
         with errors_of_path(Path(path), "read"):
@@ -64,11 +66,14 @@ class Preparation:
             adapter = read_adapter(path, self._family, host.config, host.max_lora_rank, host.model)
         for note in adapter.notes:
             logger.info("adapter %r from %s: %s", self._name, path, note)
-        return self.checked(adapter, source or path)
+        prepared = self.checked(adapter, source or path)
+        if expected not in (None, prepared.version.hash):
+            raise AdapterError(f"{path}: its content has the hash {prepared.version.hash}, not {expected}")
+        return prepared
 
-    def loaded_if_small(self, path: str) -> Prepared | None:
+    def loaded_if_small(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared | None:
         """As `loaded`; None for a file whose copy into a slot would take too long for the engine's thread."""
-        return self.loaded(path) if self._file_bytes(path) < SMALL_BYTES else None
+        return self.loaded(path, source, expected) if self._file_bytes(path) < SMALL_BYTES else None
 
     def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
         """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kt_runtime.adapters import (
     AdapterTensors,
@@ -36,7 +37,7 @@ from kt_runtime.adapters import (
     VersionTable,
     check_adapter_name,
 )
-from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
+from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.host import Host
@@ -63,6 +64,8 @@ Forgotten = Callable[[str | Exception | None], None]
 """Called once, with the last id that the name meant (None if it had none), or with the error."""
 
 
+Followed = tuple[str, str]
+"""The content hash of a version that another server published, and what users are told of it."""
 Begin = Callable[[Preparation], Callable[[], Prepared]]
 
 
@@ -74,7 +77,7 @@ class _Operation:
     `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
     name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the
     file that is read. `is_moving`: the frontend was asked to move the name. `ahead`: the key of a worker's job that
-    reads the file already.
+    reads the file already. `follows`: another server has the version's files.
     """
 
     name: str
@@ -91,6 +94,7 @@ class _Operation:
     prepared: Prepared | None = None
     is_moving: bool = False
     ahead: str | None = None
+    follows: bool = False
 
     @property
     def what(self) -> str:
@@ -208,50 +212,44 @@ class Publisher:
         operation.preparation, operation.prepared = preparation, prepared
         self._add(operation)
 
-    def load(self, name: str, path: str, done: Done, *, take_over: bool = False, ahead: str | None = None) -> None:
+    def load(
+        self,
+        name: str,
+        path: str,
+        done: Done,
+        *,
+        take_over: bool = False,
+        ahead: str | None = None,
+        follows: Followed | None = None,
+    ) -> None:
         """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too.
 
-        `ahead`: the key of `read_ahead`, if it was called.
+        `ahead`: the key of `read_ahead`, if it was called. `follows`: the content must have this hash, or `done` gets
+        AdapterError; the name's owner does not change.
         """
         try:
-            self.check(name, None, take_over=take_over)
+            self.check(name, None, take_over=take_over or follows is not None)
         except BaseException:
             if ahead is not None:
                 self._workers.give_up(ahead)
             raise
+        version, source = follows or (None, None)
 
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
-            return lambda: preparation.loaded(path)
+            return lambda: preparation.loaded(path, source, version)
 
-        operation = _Operation(name, self._fresh_id(), begin, done, claims=True, take_over=take_over, path=path)
-        operation.ahead = ahead
+        operation = _Operation(name, self._fresh_id(), begin, done, take_over=take_over, path=path)
+        operation.ahead, operation.claims, operation.follows = ahead, follows is None, follows is not None
         self._add(operation)
 
-    def read_ahead(self, key: str, name: str, path: str) -> None:
+    def read_ahead(self, key: str, name: str, path: str, follows: Followed | None = None) -> None:
         """For a `load` that will follow with this key: begins what needs no turn of the engine, if the file is small.
 
         On any thread. Nothing is checked that `load` checks.
         """
-        preparation = self.preparation_without_slot(name)
-        self._workers.begin(key, f"adapter {name!r} ({path})", lambda: preparation.loaded_if_small(path))
-
-    def follow(self, name: str, path: str, version: str, source: str, done: Done) -> None:
-        """As `load`, for a version that another server published: AdapterError if its hash is not `version`.
-
-        The name's owner does not change.
-        """
-        self.check(name, None, take_over=True)
-
-        def begin(preparation: Preparation) -> Callable[[], Prepared]:
-            def read() -> Prepared:
-                prepared = preparation.loaded(path, source)
-                if prepared.version.hash != version:
-                    raise AdapterError(f"{path}: its content has the hash {prepared.version.hash}, not {version}")
-                return prepared
-
-            return read
-
-        self._add(_Operation(name, self._fresh_id(), begin, done, path=path))
+        preparation, (version, source) = self.preparation_without_slot(name), follows or (None, None)
+        read = partial(preparation.loaded_if_small, path, source, version)
+        self._workers.begin(key, f"adapter {name!r} ({path})", read)
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
         """Starts moving `name` to an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
@@ -463,7 +461,8 @@ class Publisher:
         if operation.restores:
             return
         known = [item.hash for item in self._table.history(name)]
-        self._persistence.put(name, version, prepared.adapter, self._table.served(name), known)
+        served = self._table.served(name)
+        self._persistence.put(name, version, prepared.adapter, served, known, is_elsewhere=operation.follows)
 
     def _end(self, operation: _Operation, outcome: AdapterVersion | Exception) -> None:
         """Calls `done` and starts the name's next operation. Ignored for an operation that has ended."""

@@ -74,6 +74,22 @@ def test_the_report_says_where_expert_weights_would_lie(report: dict[str, Any]) 
     assert lines[2] == "mbind was refused" and len(lines) == 3
 
 
+@pytest.mark.parametrize(
+    ("nodes", "refusal", "said"),
+    [
+        (0, None, "one: there is one memory node"),
+        (1, "mbind was refused", "one: there is one memory node"),
+        (2, None, "one: its threads on each of 2 memory nodes read their own part of every matrix"),
+        (4, "mbind was refused", "4 ranks, one on each memory node (--tp-size 4): the system refuses to place"),
+    ],
+)
+def test_one_process_or_a_rank_on_each_node_is_recommended_with_the_reason(
+    nodes: int, refusal: str | None, said: str
+) -> None:
+    topology = {"nodes": [{"node": number} for number in range(nodes)], "refusal": refusal}
+    assert doctor.recommended_processes(topology).startswith(said)
+
+
 def test_a_running_server_says_where_its_expert_weights_lie() -> None:
     status = {"model": "tiny", "expert_node_bytes": [2**30, 2**31], "expert_placement": "mbind was refused 2 times"}
     line = doctor._server_line({"url": "http://x", "is_running": True, "status": status, "error": None})

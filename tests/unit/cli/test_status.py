@@ -77,9 +77,13 @@ def test_a_server_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_with_their_experts_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = {"rank": 1, "pid": 77, "first_expert": 4, "num_experts": 4, "rss_bytes": 3 << 30, "peak_bytes": 4 << 30}
-    ranks = [rank | {"dense_bytes": 1 << 30, "expert_bytes": 1 << 30}]
+    rank |= {"dense_bytes": 1 << 30, "expert_bytes": 1 << 30, "host": 0, "address": "", "waiting_share": 0.25}
+    ranks = [rank | {"is_slowest": True}]
     said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())
-    assert "77 │ 4 to 7 │ 2 GiB │ 3 GiB │ 4 GiB" in said
+    assert "0 │ 77 │ 4 to 7 │ 2 GiB │ 3 GiB │ 4 GiB │ 25 %, the slowest" in said and "hosts" not in said
+    ranks += [rank | {"rank": 2, "host": 1, "address": "10.0.0.2", "is_slowest": False}]
+    said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())
+    assert "2 ranks on 2 hosts: host 0 (), host 1 (10.0.0.2)" in said
 
 
 def test_replicas_and_where_a_name_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,24 @@ from kt_runtime.registry import Registry, open_place
 Open = Callable[..., Registry]
 
 
-@pytest.fixture(params=["directory", "file URL", "object store"])
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of a new bucket of a server in this process that speaks S3's protocol (moto). Skipped without it."""
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install kt-runtime[test])")
+    s3fs = pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    given = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**given, "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": host}.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem().mkdir("registries")
+        yield "s3://registries"
+    server.stop()
+
+
+@pytest.fixture(params=["directory", "file URL", "object store", "S3"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Registries of one place, for any number of replicas."""
     root = tmp_path / "registry"
@@ -21,6 +38,8 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
         "file URL": root.as_uri(),
         "object store": f"memory://{secrets.token_hex(8)}/registry",
     }
+    if request.param == "S3":
+        urls["S3"] = f"{request.getfixturevalue('s3')}/{secrets.token_hex(8)}"
     url = urls[request.param]
     return lambda replica="one", **options: Registry(open_place(url, replica), replica, **options)
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,32 @@ def test_each_publication_and_unloading_has_the_next_revision(opened: Open, vers
     assert [each.version for each in found] == [hash_of(1), hash_of(2), None, hash_of(1)]
     assert publish(one, version, 1, "alice").revision == 1
     assert one.revisions() == {"bob": [1, 2, 3, 4], "alice": [1]}
+
+
+def test_a_key_is_created_once_in_every_kind_of_place(opened: Open) -> None:
+    one, two = opened("one").place, opened("two").place
+    assert one.create("names/a/1.json", b"first") and not two.create("names/a/1.json", b"second")
+    assert two.read("names/a/1.json", 100) == b"first"
+    two.put("replicas/two.json", b"first")
+    two.put("replicas/two.json", b"second")
+    assert one.read("replicas/two.json", 100) == b"second" and one.keys("replicas") == ["replicas/two.json"]
+
+
+def test_publishers_of_one_name_at_once_get_revisions_in_one_order_in_every_kind_of_place(
+    opened: Open, version: Version
+) -> None:
+    paths = {seed: version(seed) for seed in range(8)}
+
+    def of(number: int) -> list[Manifest]:
+        registry, seeds = opened(f"replica-{number}"), range(4 * number, 4 * number + 4)
+        return [registry.publish("bob", hash_of(seed), paths[seed], base=BASE, source="a test") for seed in seeds]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [manifest for manifests in pool.map(of, range(2)) for manifest in manifests]
+    assert sorted(each.revision for each in found) == list(range(1, 9))
+    for manifest in found:
+        there = opened("reader").manifest("bob", manifest.revision)
+        assert (there.version, there.replica) == (manifest.version, manifest.replica)
 
 
 def test_a_revision_is_above_every_one_that_the_publisher_has_seen(opened: Open, version: Version) -> None:

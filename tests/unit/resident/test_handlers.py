@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from reference.lora import random_adapter, write_adapter
 
+from kt_runtime.adapters import as_version, content_hash, read_adapter
 from kt_runtime.families import family_for
 from kt_runtime.resident import handlers
 from kt_runtime.resident.config import ResidentSettings
@@ -24,6 +25,7 @@ from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.session import SessionId
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
+    AnyRequest,
     CloseSession,
     CreateSession,
     Forward,
@@ -131,7 +133,10 @@ def test_a_publication_takes_two_turns_however_much_time_training_owes(
     resident.close()
 
 
-def test_a_load_that_was_read_ahead_takes_one_turn(make_host: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_load_that_was_read_ahead_takes_one_turn(
+    make_host: Callable[..., Any], tmp_path: Path, follows: bool
+) -> None:
     host = make_host("deepseek_v3")
     host.answers_at_once = True
     write_adapter(tmp_path / "carol", random_adapter(host.config, rank=4, alpha=8.0, seed=2, only=["attention"]))
@@ -142,7 +147,12 @@ def test_a_load_that_was_read_ahead_takes_one_turn(make_host: Callable[..., Any]
     resident = Resident(host, settings, inbox)
     resident.apply(resident.decisions())
     resident.turn()
-    request = messages.LoadAdapter(request_id="load", name="carol", path=str(tmp_path / "carol"))
+    place = str(tmp_path / "carol")
+    request: AnyRequest = messages.LoadAdapter(request_id="load", name="carol", path=place)
+    if follows:
+        adapter = read_adapter(place, resident.family, host.config, host.max_lora_rank)
+        version = content_hash(as_version(adapter, resident.family, host.config))
+        request = messages.FollowAdapter(request_id="load", name="carol", path=place, adapter_version=version)
     incoming = Incoming(request, {}, b"", "load")
     resident.arrives(incoming)
     assert resident._workers.finish(60)

@@ -11,7 +11,7 @@ import pytest
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.serve.ranks import settings_of_ranks, with_ranks
+from kt_runtime.serve.ranks import with_ranks
 
 QWEN = load_preset("tiny-qwen3-moe").config
 TWO = ServeOptions(model="tiny-qwen3-moe", device="cpu", tp_size=2)
@@ -24,13 +24,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_are_taken_and_do_not_run_fine_tuning_jobs() -> None:
     assert with_ranks(TWO, QWEN) == replace(TWO, finetuning_dir="off")
-    assert settings_of_ranks(2) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_one_rank_changes_nothing() -> None:
     one = replace(TWO, tp_size=1, exact=True)
     assert with_ranks(one, QWEN) == one
-    assert settings_of_ranks(1) == {}
 
 
 @pytest.mark.parametrize(

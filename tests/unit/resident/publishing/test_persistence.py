@@ -68,12 +68,12 @@ class Desk:
         pairs = {m.name: (torch.full((2, m.in_features), number), torch.ones(m.out_features, 2)) for m in modules}
         return AdapterTensors.from_modules(2, 4.0, pairs)
 
-    def put(self, name: str, number: float) -> AdapterVersion:
+    def put(self, name: str, number: float, **given: bool) -> AdapterVersion:
         adapter = self.adapter(number)
         version = AdapterVersion(content_hash(adapter), number, 2, 4.0, "test", "id")
         self.table.publish(name, version)
         known = [item.hash for item in self.table.history(name)]
-        self.persistence.put(name, version, adapter, self.table.served(name), known)
+        self.persistence.put(name, version, adapter, self.table.served(name), known, **given)
         return version
 
 
@@ -314,3 +314,14 @@ def test_with_other_servers_waiting_a_version_is_written_at_once(
     desk = make_desk(at_once=True)
     version = desk.put("bob", 1.0)
     assert desk.persistence.flush(60) and desk.store.served("bob") == [version.hash]
+
+
+def test_a_version_that_another_server_has_waits_also_where_others_wait_for_versions(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DELAY_SECONDS", 3600.0)
+    desk = make_desk(at_once=True)
+    desk.put("followed", 1.0, is_elsewhere=True)
+    own = desk.put("bob", 2.0)
+    eventually(lambda: desk.store.served("bob") == [own.hash])
+    assert [item.name for item in desk.persistence.unstored()] == ["followed"]

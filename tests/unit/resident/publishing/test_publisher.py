@@ -575,7 +575,8 @@ def test_a_version_of_another_server_moves_the_name_and_leaves_its_owner(desk: D
     desk.settle()
     adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
     write_adapter(tmp_path / "pulled", adapter)
-    desk.publisher.follow("bob", str(tmp_path / "pulled"), content_hash(adapter), "of two", desk.outcomes.append)
+    follows = (content_hash(adapter), "of two")
+    desk.publisher.load("bob", str(tmp_path / "pulled"), desk.outcomes.append, follows=follows)
     desk.settle()
     assert desk.outcomes[-1].hash == desk.current("bob") == content_hash(adapter)
     info = desk.info("bob")
@@ -588,7 +589,7 @@ def test_a_version_of_another_server_moves_the_name_and_leaves_its_owner(desk: D
 def test_a_version_with_another_hash_is_not_served(desk: Desk, tmp_path: Path) -> None:
     adapter = as_version(desk.adapter(2), desk.lab.twin.family, desk.host.config)
     write_adapter(tmp_path / "pulled", adapter)
-    desk.publisher.follow("bob", str(tmp_path / "pulled"), "0" * 64, "of two", desk.outcomes.append)
+    desk.publisher.load("bob", str(tmp_path / "pulled"), desk.outcomes.append, follows=("0" * 64, "of two"))
     desk.settle()
     assert isinstance(desk.outcomes[-1], AdapterError) and content_hash(adapter) in str(desk.outcomes[-1])
     assert desk.host.names == {} and not desk.host.installed

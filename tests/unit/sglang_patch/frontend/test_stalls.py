@@ -36,10 +36,13 @@ class Engine:
         self.probes: list[asyncio.Future[None]] = []
         self.ended: list[Exception] = []
         self.lost: list[str] = []
+        self.elsewhere: dict[str, Look] = {}
         self.watches([("scheduler", SCHEDULER), ("detokenizer", DETOKENIZER)])
 
     def watches(self, processes: list[tuple[str, int]]) -> None:
-        self.stalls = Stalls(self, processes, look=self.looks.__getitem__, clock=lambda: self.now)
+        self.stalls = Stalls(
+            self, processes, look=self.looks.__getitem__, clock=lambda: self.now, elsewhere=self.elsewhere.copy
+        )
 
     def num_waiting(self) -> int:
         return self.waiting
@@ -167,13 +170,27 @@ def test_a_stopped_rank_ends_the_server(engine: Engine) -> None:
     assert engine.lost[0] == f"rank 1 (process {DETOKENIZER}) is stopped by a signal"
 
 
-def test_ranks_that_hang_end_the_server_after_a_longer_time(engine: Engine) -> None:
+def test_ranks_that_hang_end_the_server_within_ten_seconds(engine: Engine) -> None:
     engine.watches(rank_names([("scheduler_0", SCHEDULER), ("scheduler_1", DETOKENIZER)]))
     engine.waiting = 1
-    engine.after(HUNG_SECONDS + GRACE_SECONDS)
+    engine.after(HUNG_SECONDS + RANK_SECONDS - POLL_SECONDS)
     assert not engine.lost
-    engine.after(2)
+    engine.after(2 * POLL_SECONDS)
     assert engine.lost[0].startswith("rank 0 (process 11) and rank 1 (process 12) compute nothing")
+    assert HUNG_SECONDS + RANK_SECONDS + 2 * POLL_SECONDS < 10
+
+
+def test_a_rank_that_computes_on_another_host_is_no_stall_and_one_that_is_stopped_there_is(engine: Engine) -> None:
+    there = "rank 1 (process 7 on host 1)"
+    engine.elsewhere = {there: Look(False, 0.0)}
+    engine.watches([("rank 0", SCHEDULER)])
+    engine.waiting = 1
+    for seconds in range(60):
+        engine.elsewhere[there] = Look(False, float(seconds))
+        assert engine.after(1) == ""
+    engine.elsewhere[there] = Look(True, 60.0)
+    engine.after(RANK_SECONDS + 3 * POLL_SECONDS)
+    assert engine.lost[0] == f"{there} is stopped by a signal"
 
 
 def test_a_single_scheduler_is_no_rank_and_ends_nothing(engine: Engine) -> None:
