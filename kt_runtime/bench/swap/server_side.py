@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class SwapBench:
         self._publish_file(paths[0])
         with self._streams(found, plan.many_streams, MANY_STREAM_TOKENS, NAME) as measured:
             for number in range(plan.swaps):
-                measured(lambda path=paths[(number + 1) % 2]: self._publish_file(path), found.publish_ms)
+                measured(partial(self._publish_file, paths[(number + 1) % 2]), found.publish_ms)
                 time.sleep(SETTLE_SECONDS)
         self._unload()
         self._remove(paths)
