@@ -58,6 +58,7 @@ from kt_runtime.serve.memory.server import (
     with_lora_slots,
     with_microbatch,
 )
+from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
@@ -150,6 +151,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             os.environ.setdefault(name, value)
         # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        if (metrics := held.enter_context(metrics_directory())) is not None:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         sglang_arguments = _sglang_arguments(options, model)
         for line in describe_model(options, model, *memory):
             say(line)

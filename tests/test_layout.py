@@ -25,6 +25,7 @@ PARTS = {
     "files",
     "gguf_file",
     "mapped",
+    "priority",
     "wire",
     "experts",
     "families",
@@ -46,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "documents": {"errors"},
     "files": {"errors"},
-    "mapped": set(),
+    "mapped": {"priority"},
+    "priority": set(),
     "checkpoint_file": {"errors", "files"},
     "gguf_file": {"checkpoint_file", "errors", "files"},
     "wire": {"errors", "files"},
@@ -54,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
     "ranks": {"_experts", "experts", "errors"},
-    "adapters": {"checkpoint_file", "families", "files", "errors", "mapped"},
+    "adapters": {"checkpoint_file", "families", "files", "errors", "mapped", "priority"},
     "cache": {"files", "errors"},
     "registry": {"files", "errors"},
     "resident": {"device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped"},
@@ -78,7 +80,9 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
 }
 MOST_FILES = 14
 MOST_FILES_OF_CSRC = 16  # a header and its source are two
-NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "gguf_file", "mapped", "wire", "families"}
+NEVER_IMPORTS_TORCH = {
+    *("checkpoint_file", "documents", "errors", "files", "gguf_file", "mapped", "priority", "wire", "families"),
+}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
