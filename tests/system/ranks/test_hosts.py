@@ -198,7 +198,9 @@ def assert_bytes(hosts: Pair, ends: tuple[network.End, network.End]) -> None:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}}
     assert len(hosts.api.post("/generate", body)["output_ids"]) == tokens
     measured = [(end.sent_bytes() - start) / tokens for end, start in zip(ends, before, strict=True)]
-    print(f"bytes of a token: {measured}; the sharding needs {traffic.needed:.0f}, SGLang's sums make it {traffic.total}")
+    print(
+        f"bytes of a token: {measured}; the sharding needs {traffic.needed:.0f}, SGLang's sums make it {traffic.total}"
+    )
     assert min(measured) > traffic.needed
     of_ranks = (exchanged_bytes(hosts) - counted) / 2
     assert tokens * exchanged <= of_ranks <= (tokens + 2) * exchanged
