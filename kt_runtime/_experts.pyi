@@ -1,10 +1,11 @@
 """The compiled module (csrc/bind/module.cpp). Private: use kt_runtime.experts. Tensors arrive as DLPack capsules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 class NativeError(RuntimeError):
-    """args: (kind, message); kind is invalid_value, unknown_name, not_found, bad_checkpoint or numerics."""
+    """args: (kind, message); kind is invalid_value, unknown_name, not_found, bad_checkpoint, numerics or
+    lost_rank."""
 
 class Checkpoint:
     """Open files and where their tensors lie; nothing is read before `load_layer`.
@@ -181,12 +182,42 @@ class Dense:
     @property
     def num_threads(self) -> int: ...
 
+class Exchange:
+    """What the ranks of a model send each other (csrc/ranks/exchange.h)."""
+
+    @staticmethod
+    def shared(descriptor: int, processes: Sequence[int], rank: int, patience_seconds: float, /) -> Exchange:
+        """Through a file of `file_bytes` zeros that all ranks have open; the descriptor stays the caller's."""
+
+    @staticmethod
+    def called(
+        rank: int,
+        num_ranks: int,
+        all_gather: Callable[[memoryview, memoryview], None],
+        all_to_all: Callable[[memoryview, memoryview, list[int], list[int]], None],
+        /,
+    ) -> Exchange:
+        """Through functions: all_gather(received, sent), all_to_all(received, sent, received_bytes, sent_bytes)."""
+
+    @staticmethod
+    def file_bytes(num_ranks: int, /) -> int: ...
+    def gather_columns(self, matrix: Any, /) -> None: ...
+    def gather_rows(self, own: Any, counts: Sequence[int], out: Any, /) -> None: ...
+    def give_up(self) -> None: ...
+    @property
+    def is_near(self) -> bool: ...
+    @property
+    def waited_seconds(self) -> float: ...
+    @property
+    def sent_bytes(self) -> int: ...
+
 class Step:
     """The decoder stack as one call (csrc/step/program.h).
 
     table: the fields of `Stack` by name (csrc/step/stack.h) with `groups` as (groups, top_groups, is_sigmoid, scaling)
     or None; `layers` is a list of dictionaries. `attention`, `mlp`, `routed` and `lora` of a layer are dictionaries;
-    the last three may be None. Tensors are capsules, absent ones None; `experts` is a Layer. The object keeps them all.
+    the last three may be None. Tensors are capsules, absent ones None; `experts` is a Layer, `exchange` an Exchange or
+    None. The object keeps them all.
     """
 
     def __init__(self, isa: str, num_threads: int, table: dict[str, Any], /) -> None: ...

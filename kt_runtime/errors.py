@@ -13,6 +13,7 @@
     └── RuntimeFault         ours: exit status 1, HTTP 500
         ├── ServerUnreachableError   also a ConnectionError
         ├── RequestTimeoutError      also a TimeoutError
+        ├── LostRankError            also a ConnectionError: another rank of the model has ended or does not answer
         ├── ServerBusyError          also a RuntimeError: too much in progress, try again later
         └── NumericsError            also an ArithmeticError: NaN or Inf where a number belongs
 
@@ -88,6 +89,10 @@ class ServerUnreachableError(RuntimeFault, ConnectionError):
 
 
 class RequestTimeoutError(RuntimeFault, TimeoutError):
+    pass
+
+
+class LostRankError(RuntimeFault, ConnectionError):
     pass
 
 

@@ -31,7 +31,7 @@ PATCHES = (
         "lora.slots",
         "lora.staging",
     ),
-    *("lora.experts", "lora.install", "ranks.linear", "ranks.processors", "ranks.meeting"),
+    *("lora.experts", "lora.install", "ranks.linear", "ranks.processors", "ranks.collectives", "ranks.meeting"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),

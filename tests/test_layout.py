@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experts": {"_experts", "checkpoint_file", "device", "errors", "families", "files", "gguf_file"},
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
-    "ranks": {"experts", "errors"},
+    "ranks": {"_experts", "experts", "errors"},
     "adapters": {"checkpoint_file", "families", "files", "errors", "mapped"},
     "cache": {"files", "errors"},
     "registry": {"files", "errors"},
@@ -82,12 +82,13 @@ NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "gguf_
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
+    "ranks": {"base"},
     "threads": {"base"},
     "kernels": {"base"},
     "weights": {"base", "threads", "kernels"},
-    "ops": {"base", "threads", "kernels", "weights"},
-    "step": {"base", "threads", "kernels", "weights", "ops"},
-    "bind": {"base", "threads", "kernels", "weights", "ops", "step"},
+    "ops": {"base", "ranks", "threads", "kernels", "weights"},
+    "step": {"base", "ranks", "threads", "kernels", "weights", "ops"},
+    "bind": {"base", "ranks", "threads", "kernels", "weights", "ops", "step"},
 }
 # What a folder of `csrc/ops` may include of `csrc/ops`.
 OPS_MAY_INCLUDE: dict[str, set[str]] = {
@@ -98,6 +99,7 @@ OPS_MAY_INCLUDE: dict[str, set[str]] = {
     "delta": set(),
     "router": {"dense"},
     "packed": {"dense", "experts", "pairs"},
+    "ranks": {"experts", "pairs"},
 }
 
 

@@ -6,7 +6,7 @@
 
 namespace kt {
 
-enum class StatusCode { kOk, kInvalidValue, kUnknownName, kNotFound, kBadCheckpoint, kNumerics };
+enum class StatusCode { kOk, kInvalidValue, kUnknownName, kNotFound, kBadCheckpoint, kNumerics, kLostRank };
 
 class [[nodiscard]] Status {
  public:

@@ -1,12 +1,12 @@
-#include "bind/dense.h"
+#include "ops/dense/dense.h"
 
 #include <string>
 
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"
 #include "ops/dense/activation.h"
-#include "ops/dense/dense.h"
 #include "ops/dense/dense_backward.h"
 #include "ops/dense/heads.h"
 #include "ops/dense/low_rank.h"

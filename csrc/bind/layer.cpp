@@ -27,6 +27,8 @@ const char* kind_name(StatusCode code) {
       return "bad_checkpoint";
     case StatusCode::kNumerics:
       return "numerics";
+    case StatusCode::kLostRank:
+      return "lost_rank";
     default:
       return "ok";
   }

@@ -1,5 +1,3 @@
-#include "bind/loading.h"
-
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"

@@ -1,7 +1,5 @@
 // The loops of kernels/peaks.h on several threads at once. Arithmetic does not use the thread pool: every thread must
 // run its own equal part at the same time, while the pool gives a late worker's part to a free one.
-#include "bind/machine.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "kernels/peaks.h"
 #include "kernels/registry.h"

@@ -10,11 +10,8 @@
 
 #include "base/scratch.h"
 #include "bind/attention.h"
-#include "bind/dense.h"
+#include "bind/binders.h"
 #include "bind/layer.h"
-#include "bind/loading.h"
-#include "bind/machine.h"
-#include "bind/step.h"
 #include "kernels/registry.h"
 #include "ops/experts/retained.h"
 #include "threads/pool.h"
@@ -79,5 +76,6 @@ PYBIND11_MODULE(_experts, module) {
   kt::bind_layer(module);
   kt::bind_loading(module);
   kt::bind_machine(module);
+  kt::bind_ranks(module);
   kt::bind_step(module);
 }

@@ -1,5 +1,3 @@
-#include "bind/step.h"
-
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -13,8 +11,10 @@
 #include <vector>
 
 #include "bind/attention.h"
+#include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
+#include "bind/ranks.h"
 #include "kernels/registry.h"
 #include "ops/delta/delta_rows.h"
 #include "step/program.h"
@@ -105,6 +105,9 @@ class LayerReader {
     layer.input_norm = tensor_("input_norm", {stack_.hidden()});
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
+    const bool is_grouped_query = !attention.has("by_key_head") && !attention.has("latent_norm");
+    if (stack_.exchange && !is_grouped_query)
+      fail(attention.prefix() + "qkv is missing: ranks share no other attention");
     if (attention.has("by_key_head")) {  // no other kind has it
       layer.attention = gated_delta(attention);
     } else if (is_latent(attention)) {
@@ -151,7 +154,7 @@ class LayerReader {
     attention.key_norm = norm(tensor, "key_norm", size, keys);
     const int64_t with_gates = queries * (attention.is_gated ? 2 : 1);
     attention.qkv = linear(tensor, "qkv", hidden, {with_gates, with_gates + keys, with_gates + 2 * keys});
-    attention.out = linear(tensor, "out", queries, {hidden});
+    attention.out = linear(tensor, "out", queries * stack_.ranks(), {hidden / stack_.ranks()});
     if (tensor.has("sinks")) attention.sinks = tensor.read("sinks", {heads}, DType::kF32);
     attention.window = tensor.value("window").cast<int64_t>();
     if (attention.window < 0)
@@ -291,10 +294,15 @@ class LayerReader {
 
   GatedMlp gated_mlp(const Tensors& tensor) const {
     GatedMlp mlp;
-    tensor.read_weight("down", {stack_.hidden(), -1}, &mlp.down);
-    const int64_t intermediate = mlp.down.weight.shape[1];
-    mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {intermediate, 2 * intermediate}, "mlp_gate_up");
-    mlp.down = linear(tensor, "down", intermediate, {stack_.hidden()}, "mlp_down");
+    const int64_t rows = stack_.hidden() / stack_.ranks();
+    tensor.read_weight("down", {rows, -1}, &mlp.down);
+    const int64_t intermediate = mlp.down.weight.shape[1], own = intermediate / stack_.ranks();
+    if (own * stack_.ranks() != intermediate) {
+      fail(tensor.prefix() + "down has " + std::to_string(intermediate) + " columns; must be a multiple of the " +
+           std::to_string(stack_.ranks()) + " ranks");
+    }
+    mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {own, 2 * own}, "mlp_gate_up");
+    mlp.down = linear(tensor, "down", intermediate, {rows}, "mlp_down");
     mlp.gate = tensor.optional("gate", {1, stack_.hidden()});
     return mlp;
   }
@@ -305,16 +313,17 @@ class LayerReader {
     const py::object experts = tensor.value("experts");
     routed.layer = experts.cast<const NativeLayer&>().layer();
     const ExpertShape& shape = routed.layer->shape();
-    if (shape.hidden != hidden || stack_.top_k > shape.num_experts) {
-      fail(tensor.prefix() + "experts has " + std::to_string(shape.num_experts) + " experts of hidden size " +
+    const int64_t all = shape.num_experts * stack_.ranks();
+    if (shape.hidden != hidden || stack_.top_k > all) {
+      fail(tensor.prefix() + "experts has " + std::to_string(all) + " experts of hidden size " +
            std::to_string(shape.hidden) + "; expected at least " + std::to_string(stack_.top_k) + " of " +
            std::to_string(hidden));
     }
-    if (stack_.groups) check_groups(tensor.prefix(), *stack_.groups, shape.num_experts);
-    routed.gate = tensor.read("gate", {shape.num_experts, hidden}, gate_types(stack_));
-    routed.gate_bias = tensor.optional("gate_bias", {shape.num_experts});
+    if (stack_.groups) check_groups(tensor.prefix(), *stack_.groups, all);
+    routed.gate = tensor.read("gate", {all, hidden}, gate_types(stack_));
+    routed.gate_bias = tensor.optional("gate_bias", {all});
     if (routed.gate_bias.present() && stack_.groups) fail(tensor.prefix() + "gate_bias: experts are chosen in groups");
-    if (tensor.has("bias")) routed.bias = tensor.read("bias", {shape.num_experts}, DType::kF32);
+    if (tensor.has("bias")) routed.bias = tensor.read("bias", {all}, DType::kF32);
     std::tie(routed.gate_up_a, routed.gate_up_b) =
         pair("gate_up", {shape.num_experts, 2 * rank, hidden}, {shape.num_experts, 2 * shape.intermediate, rank});
     std::tie(routed.down_a, routed.down_b) =
@@ -373,12 +382,30 @@ void check_sizes(const Stack& stack) {
   if (stack.weighs_input && stack.top_k != 1)
     fail("top_k is " + std::to_string(stack.top_k) +
          "; with weighs_input it must be 1: an expert's input has one weight");
+  if (stack.hidden() % stack.ranks() != 0) {
+    fail("embedding has " + std::to_string(stack.hidden()) + " columns; must be a multiple of the " +
+         std::to_string(stack.ranks()) + " ranks");
+  }
   if (stack.chunk < 0) fail("chunk is " + std::to_string(stack.chunk) + "; must be at least 1, or 0 for none");
   const int64_t rotated = stack.angles.shape[1];
   if (rotated < 2 || rotated % 2 != 0) fail("angles has " + std::to_string(rotated) + " columns; must be even");
   if (stack.lora_slots < 0 || stack.lora_rank < 0 || (stack.lora_slots > 0) != (stack.lora_rank > 0)) {
     fail("lora_slots is " + std::to_string(stack.lora_slots) + " and lora_rank " + std::to_string(stack.lora_rank) +
          "; both are 0, or both are at least 1");
+  }
+}
+
+// Which token ids the ranks have.
+void read_ids(const py::dict& table, Stack* stack) {
+  if (!stack->exchange) return;
+  const int64_t rows = stack->embedding.shape[0], rank = stack->exchange->rank();
+  stack->vocabulary = table["vocabulary"].cast<int64_t>();
+  stack->ids_per_rank = table["ids_per_rank"].cast<int64_t>();
+  const int64_t own = std::min(stack->ids_per_rank, stack->vocabulary - rank * stack->ids_per_rank);
+  if (rows < own || stack->vocabulary < 1 || stack->vocabulary > stack->ranks() * stack->ids_per_rank) {
+    fail("embedding has " + std::to_string(rows) + " rows; vocabulary is " + std::to_string(stack->vocabulary) +
+         ", ids_per_rank " + std::to_string(stack->ids_per_rank) + ", and this is rank " + std::to_string(rank) +
+         " of " + std::to_string(stack->ranks()));
   }
 }
 
@@ -487,8 +514,10 @@ class NativeStep {
                                      {.name = "embedding", .dtypes = {DType::kF32, DType::kBf16}, .shape = {-1, -1}}),
                 .angles = {},
                 .final_norm = {},
-                .layers = {}};
+                .layers = {},
+                .exchange = exchange_of(table["exchange"])};
     const Tensors tensor(table, "", stack.dtype());
+    read_ids(table, &stack);
     stack.angles = tensor("angles", {-1, -1});
     stack.final_norm = tensor("final_norm", {stack.hidden()});
     check_sizes(stack);

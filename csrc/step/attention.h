@@ -6,10 +6,10 @@
 namespace kt {
 
 // out [T, H] = attention of x [T, H]. Writes the keys and values of the new tokens to the batch's slots.
-void attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out);
-void attend(StepWork& work, const Latent& layer, const TensorView& x, const TensorView& out);
+Status attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out);
+Status attend(StepWork& work, const Latent& layer, const TensorView& x, const TensorView& out);
 // Changes the states of the batch's sequences instead.
-void attend(StepWork& work, const GatedDelta& layer, const TensorView& x, const TensorView& out);
+Status attend(StepWork& work, const GatedDelta& layer, const TensorView& x, const TensorView& out);
 
 // What a layer's queries, keys and values are, and where results go: of the same sizes in all layers with keys.
 AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer);

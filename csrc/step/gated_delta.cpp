@@ -82,7 +82,7 @@ void normalise_heads(const StepWork& work, const GatedDelta& layer, const Tensor
 
 }  // namespace
 
-void attend(StepWork& work, const GatedDelta& layer, const TensorView& x, const TensorView& out) {
+Status attend(StepWork& work, const GatedDelta& layer, const TensorView& x, const TensorView& out) {
   const DType dtype = work.stack.dtype();
   const TensorView inputs = work.rows.matrix(RowsOf::kProjected, dtype, layer.inputs.weight.shape[0]);
   const TensorView gates = work.rows.matrix(RowsOf::kDeltaGates, dtype, layer.gates.weight.shape[0]);
@@ -105,6 +105,7 @@ void attend(StepWork& work, const GatedDelta& layer, const TensorView& x, const 
   normalise_heads(work, layer, results);
   silu_and_multiply(work.engine, made.output_gates, results, results);
   work.multiply(layer.out, results, out);
+  return {};
 }
 
 }  // namespace kt

@@ -11,6 +11,7 @@ TensorView queries_keys_values(StepWork& work, const GroupedQuery& layer) {
   return work.rows.matrix(RowsOf::kProjected, work.stack.dtype(), layer.qkv.weight.shape[0]);
 }
 
+// Of the heads of all ranks.
 TensorView attended_by(StepWork& work, const GroupedQuery& layer) {
   return work.rows.matrix(RowsOf::kAttended, work.stack.dtype(), layer.out.weight.shape[1]);
 }
@@ -19,7 +20,7 @@ TensorView attended_by(StepWork& work, const GroupedQuery& layer) {
 int64_t query_distance(const GroupedQuery& layer) { return layer.keys.shape[2] * (layer.is_gated ? 2 : 1); }
 
 TensorView output_gates(StepWork& work, const GroupedQuery& layer) {
-  return work.rows.matrix(RowsOf::kOutputGates, work.stack.dtype(), layer.out.weight.shape[1]);
+  return work.rows.matrix(RowsOf::kOutputGates, work.stack.dtype(), work.stack.heads * layer.keys.shape[2]);
 }
 
 // Norms and rotates each token's queries and keys, and copies keys and values to the token's slot, gates to rows of
@@ -90,21 +91,22 @@ AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer) {
   call.q = heads_of(queries_keys_values(work, layer), 0, heads, size, query_distance(layer));
   call.keys = layer.keys;
   call.values = layer.values;
-  call.out = heads_of(attended_by(work, layer), 0, heads, size, size);
+  call.out = heads_of(work.own_columns(attended_by(work, layer)), 0, heads, size, size);
   call.scaling = work.stack.scaling;
   call.sinks = layer.sinks;
   call.window = layer.window;
   return tensors_of(call);
 }
 
-void attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out) {
+Status attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out) {
   const TensorView qkv = queries_keys_values(work, layer);
   work.multiply(layer.qkv, x, qkv);
   place_heads(work, layer, qkv);
   work.attend(attention_tensors(work, layer), layer.is_chunked);
-  const TensorView attended = attended_by(work, layer);
-  if (layer.is_gated) sigmoid_and_multiply(work.engine, output_gates(work, layer), attended, attended);
-  work.multiply(layer.out, attended, out);
+  const TensorView attended = attended_by(work, layer), own = work.own_columns(attended);
+  if (layer.is_gated) sigmoid_and_multiply(work.engine, output_gates(work, layer), own, own);
+  KT_RETURN_IF_ERROR(work.gather(attended));
+  return work.multiply_shared(layer.out, attended, out);
 }
 
 }  // namespace kt

@@ -128,7 +128,7 @@ AttentionTensors attention_tensors(StepWork& work, const Latent& layer) {
   return tensors_between(work, layer, LatentRows(work, layer));
 }
 
-void attend(StepWork& work, const Latent& layer, const TensorView& x, const TensorView& out) {
+Status attend(StepWork& work, const Latent& layer, const TensorView& x, const TensorView& out) {
   const int64_t heads = layer.heads(), latent = layer.latent(), nope = layer.nope(), rope = layer.rope();
   const LatentRows rows(work, layer);
   work.multiply(layer.compress, x, rows.compressed);
@@ -148,6 +148,7 @@ void attend(StepWork& work, const Latent& layer, const TensorView& x, const Tens
   linear_heads(work.engine, attended, layer.value_heads, outputs);
   work.adapters.add_outputs(work.engine, layer.heads_lora, attended, outputs);
   work.multiply(layer.out, rows.outputs, out);
+  return {};
 }
 
 }  // namespace kt

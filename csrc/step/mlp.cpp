@@ -26,18 +26,19 @@ void for_each_row(const StepWork& work, Body&& body) {
   });
 }
 
-void run_gated(StepWork& work, const GatedMlp& mlp, const TensorView& x, const TensorView& out) {
-  const int64_t intermediate = mlp.down.weight.shape[1];
-  const TensorView gate_up = work.rows.matrix(RowsOf::kGateUp, x.dtype, 2 * intermediate);
-  const TensorView gated = work.rows.matrix(RowsOf::kGated, x.dtype, intermediate);
+Status run_gated(StepWork& work, const GatedMlp& mlp, const TensorView& x, const TensorView& out) {
+  const TensorView gated = work.rows.matrix(RowsOf::kGated, x.dtype, mlp.down.weight.shape[1]);
+  const int64_t own = gated.shape[1] / work.stack.ranks();
+  const TensorView gate_up = work.rows.matrix(RowsOf::kGateUp, x.dtype, 2 * own);
   work.multiply(mlp.gate_up, x, gate_up);
-  silu_and_multiply(work.engine, columns_of(gate_up, 0, intermediate), columns_of(gate_up, intermediate, intermediate),
-                    gated);
-  work.multiply(mlp.down, gated, out);
-  if (!mlp.gate.present()) return;
+  silu_and_multiply(work.engine, columns_of(gate_up, 0, own), columns_of(gate_up, own, own), work.own_columns(gated));
+  KT_RETURN_IF_ERROR(work.gather(gated));
+  KT_RETURN_IF_ERROR(work.multiply_shared(mlp.down, gated, out));
+  if (!mlp.gate.present()) return {};
   const TensorView gate = work.rows.matrix(RowsOf::kSharedGate, x.dtype, 1);
   linear(work.engine, x, mlp.gate, {}, gate);
   sigmoid_and_multiply(work.engine, gate, out, out);
+  return {};
 }
 
 // Takes the ids of a layer's experts.
@@ -93,10 +94,15 @@ Status run_experts(StepWork& work, const RoutedExperts& experts, const TensorVie
   work.routed.x = work.stack.weighs_input ? weighed(work, x) : x;
   work.adapters.set_slots(experts, &work.routed);
   const Engine engine{*experts.layer, work.engine.tiles, work.engine.num_threads};
-  const Status status = forward(engine, work.routed, out);
+  const auto run = [&] {
+    Exchange* exchange = work.stack.exchange.get();
+    return exchange ? forward_over_ranks(engine, *exchange, work.routed, out, &work.shared)
+                    : forward(engine, work.routed, out);
+  };
+  const Status status = run();
   if (status.code() != StatusCode::kNumerics) return status;
   mask_rows(work);
-  return forward(engine, work.routed, out);
+  return run();
 }
 
 // out += x, rounded once.
@@ -125,13 +131,11 @@ void add_rows(const StepWork& work, const TensorView& x, const TensorView& out) 
 }  // namespace
 
 Status run_mlp(StepWork& work, const StackLayer& layer, const TensorView& x, const TensorView& out) {
-  if (!layer.routed.present()) {
-    run_gated(work, layer.mlp, x, out);
-    return {};
-  }
+  if (!layer.routed.present()) return run_gated(work, layer.mlp, x, out);
   if (!layer.mlp.present()) return run_experts(work, layer.routed, x, out);
   const TensorView shared = work.rows.matrix(RowsOf::kShared, x.dtype, out.shape[1]);
-  run_gated(work, layer.mlp, x, shared);  // first: the experts overwrite rows of x that are not finite
+  // First: the experts overwrite rows of x that are not finite.
+  KT_RETURN_IF_ERROR(run_gated(work, layer.mlp, x, shared));
   KT_RETURN_IF_ERROR(run_experts(work, layer.routed, x, out));
   add_rows(work, shared, out);
   return {};

@@ -35,7 +35,7 @@ Program::Program(Stack stack, const Tiles& tiles, int num_threads)
       work_{.stack = stack_, .engine = {tiles, num_threads}} {}
 
 Status Program::check(const StepBatch& batch) const {
-  KT_RETURN_IF_ERROR(check_all("ids", batch.ids, stack_.embedding.shape[0]));
+  KT_RETURN_IF_ERROR(check_all("ids", batch.ids, stack_.num_ids()));
   KT_RETURN_IF_ERROR(check_all("positions", batch.positions, stack_.angles.shape[0]));
   KT_RETURN_IF_ERROR(check_all("slots", batch.slots, stack_.keys().shape[0]));
   const int64_t tokens = batch.ids.shape[0];
@@ -111,23 +111,51 @@ void Program::prepare_choices(const StepBatch& batch, const AttentionTensors& te
                              static_cast<int64_t>(work_.choices.size()));
 }
 
-void Program::embed(const TensorView& to) const {
+Status Program::embed(const TensorView& to) {
+  if (stack_.exchange) return embed_over_ranks(to);
   const auto bytes = static_cast<size_t>(stack_.hidden() * dtype_bytes(stack_.dtype()));
   for (int64_t t = 0; t < to.shape[0]; ++t)
     std::memcpy(element_of(to, t), element_of(stack_.embedding, integer_at(work_.batch->ids, t)), bytes);
+  return {};
+}
+
+// Each rank sends the rows of its own ids, in the tokens' order.
+Status Program::embed_over_ranks(const TensorView& to) {
+  Exchange& exchange = *stack_.exchange;
+  const auto bytes = static_cast<size_t>(stack_.hidden() * dtype_bytes(stack_.dtype()));
+  const auto owner_of = [&](int64_t t) {
+    return static_cast<size_t>(integer_at(work_.batch->ids, t) / stack_.ids_per_rank);
+  };
+  std::vector<int64_t> counts(static_cast<size_t>(exchange.num_ranks()), 0);
+  for (int64_t t = 0; t < to.shape[0]; ++t) ++counts[owner_of(t)];
+  const auto rank = static_cast<size_t>(exchange.rank());
+  TensorView own = work_.rows.matrix(RowsOf::kOwnEmbedded, stack_.dtype(), stack_.hidden());
+  own.shape[0] = 0;
+  for (int64_t t = 0; t < to.shape[0]; ++t) {
+    if (owner_of(t) != rank) continue;
+    const int64_t row = integer_at(work_.batch->ids, t) - exchange.rank() * stack_.ids_per_rank;
+    std::memcpy(element_of(own, own.shape[0]++), element_of(stack_.embedding, row), bytes);
+  }
+  const TensorView all = work_.rows.matrix(RowsOf::kEmbedded, stack_.dtype(), stack_.hidden());
+  KT_RETURN_IF_ERROR(exchange.gather_rows(own, counts, all));
+  std::vector<int64_t> next(counts.size(), 0);  // row of each rank's next token
+  for (size_t i = 1; i < next.size(); ++i) next[i] = next[i - 1] + counts[i - 1];
+  for (int64_t t = 0; t < to.shape[0]; ++t) std::memcpy(element_of(to, t), element_of(all, next[owner_of(t)]++), bytes);
+  return {};
 }
 
 Status Program::run_layers(const TensorView& out) {
   const auto made = [&](RowsOf name) { return work_.rows.matrix(name, stack_.dtype(), stack_.hidden()); };
   const TensorView hidden = made(RowsOf::kHidden), residual = made(RowsOf::kResidual), normed = made(RowsOf::kNormed);
-  embed(residual);
+  KT_RETURN_IF_ERROR(embed(residual));
   for (const StackLayer& layer : stack_.layers) {
     if (&layer == &stack_.layers[0]) {
       work_.normalise(residual, layer.input_norm, normed);
     } else {
       work_.normalise(hidden, layer.input_norm, normed, residual);
     }
-    std::visit([&](const auto& attention) { attend(work_, attention, normed, hidden); }, layer.attention);
+    KT_RETURN_IF_ERROR(
+        std::visit([&](const auto& attention) { return attend(work_, attention, normed, hidden); }, layer.attention));
     work_.normalise(hidden, layer.post_norm, normed, residual);
     KT_RETURN_IF_ERROR(run_mlp(work_, layer, normed, hidden));
   }
@@ -140,7 +168,10 @@ Status Program::run(const StepBatch& batch, const TensorView& out, std::vector<i
   if (batch.ids.shape[0] == 0) return {};
   const ThreadPool::Awake awake;
   prepare(batch);
-  KT_RETURN_IF_ERROR(run_layers(out));
+  if (const Status status = run_layers(out); !status.ok()) {
+    if (stack_.exchange) stack_.exchange->give_up();
+    return status;
+  }
   for (int64_t t = 0; t < batch.ids.shape[0]; ++t) {
     if (work_.is_refused[static_cast<size_t>(t)]) refused->push_back(t);
   }

@@ -25,6 +25,8 @@ class Program {
   // batch with an adapter also those whose keys or values were: zeros are written to their slots. An id, position,
   // slot, state, length or adapter out of range is an error; nothing has been written then. The routes of a refused
   // token have -1 in such a layer. A sequence without keys before its new tokens begins with a state of zeros.
+  // With ranks all run the same batches, each with its own slots' tensors; tokens are refused for keys or values by the
+  // rank that has them. After any other error than those no rank can run another batch.
   Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
 
   DType dtype() const { return stack_.dtype(); }
@@ -40,7 +42,8 @@ class Program {
   void prepare(const StepBatch& batch);
   void prepare_states(const StepBatch& batch);
   void prepare_choices(const StepBatch& batch, const AttentionTensors& tensors);
-  void embed(const TensorView& to) const;
+  Status embed(const TensorView& to);
+  Status embed_over_ranks(const TensorView& to);
   Status run_layers(const TensorView& out);
 
   const Stack stack_;

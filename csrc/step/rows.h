@@ -59,6 +59,8 @@ enum class RowsOf {
   kSharedGate,
   kDeltaGates,
   kDeltaRows,
+  kOwnEmbedded,
+  kEmbedded,
   kCount
 };
 

@@ -1,6 +1,10 @@
 // A model's decoder stack as a table: the engine's parameters and KV pool, which are read and written in place, and the
 // layers of the expert store. The owner of the tensors keeps them alive.
 //
+// With ranks (`Stack::exchange`) each has a share: of the heads with their keys, of the rows of `out`, `gate_up`,
+// `down` and the embedding, of the experts; then N, K, D and E below are the rank's own, but for the columns of `out`
+// and `down` and for the router, which has all experts.
+//
 // H hidden, I intermediate, V vocabulary, N query heads, K key heads, D head size, E experts, S slots of the KV pool, P
 // positions, L slots of the LoRA pool, R its highest rank. Sizes of latent attention have their names of config.json.
 #pragma once
@@ -15,6 +19,7 @@
 #include "ops/delta/gated_delta.h"
 #include "ops/dense/low_rank.h"
 #include "ops/router/grouped_router.h"
+#include "ranks/exchange.h"
 #include "weights/packed.h"
 #include "weights/packed_matrix.h"
 
@@ -148,9 +153,14 @@ struct Stack {
   TensorView angles;                     // [P, rope], rope <= D: of each position the cosines, then the sines
   TensorView final_norm;                 // [H]
   std::vector<StackLayer> layers;        // at least one
+  std::shared_ptr<Exchange> exchange{};  // null: the process has the whole model
+  int64_t vocabulary = 0;                // token ids of all ranks; of one rank perhaps 0: those of the embedding
+  int64_t ids_per_rank = 0;              // rank r's embedding begins with id r * ids_per_rank
 
   DType dtype() const { return embedding.dtype; }
   int64_t hidden() const { return embedding.shape[1]; }
+  int64_t num_ids() const { return vocabulary > 0 ? vocabulary : embedding.shape[0]; }
+  int64_t ranks() const { return exchange ? exchange->num_ranks() : 1; }
   int64_t routed_layers() const {
     return std::count_if(layers.begin(), layers.end(), [](const StackLayer& layer) { return layer.routed.present(); });
   }

@@ -25,6 +25,7 @@ void StepWork::free_lists() {
   chosen = nullptr;
   states = std::vector<DeltaSequence>();
   routed = RoutedCall();
+  shared = SharedExpertsWork();
   is_refused = std::vector<uint8_t>();
 }
 
@@ -35,6 +36,20 @@ void StepWork::multiply(const StackLinear& layer, const TensorView& x, const Ten
     linear(engine, x, layer.weight, layer.bias, out);
   }
   adapters.add(engine, layer.lora, x, out);
+}
+
+TensorView StepWork::own_columns(const TensorView& matrix) const {
+  const int64_t count = matrix.shape[1] / stack.ranks();
+  return columns_of(matrix, stack.exchange ? stack.exchange->rank() * count : 0, count);
+}
+
+Status StepWork::gather(const TensorView& matrix) const {
+  return stack.exchange ? stack.exchange->gather_columns(matrix) : Status();
+}
+
+Status StepWork::multiply_shared(const StackLinear& layer, const TensorView& x, const TensorView& out) const {
+  multiply(layer, x, own_columns(out));
+  return gather(out);
 }
 
 void StepWork::normalise(const TensorView& x, const TensorView& weight, const TensorView& out,

@@ -8,6 +8,7 @@
 #include "ops/delta/gated_delta.h"
 #include "ops/dense/dense.h"
 #include "ops/pairs/call.h"
+#include "ops/ranks/shared_experts.h"
 #include "step/adapters.h"
 #include "step/rows.h"
 #include "step/stack.h"
@@ -44,6 +45,7 @@ struct StepWork {
   int32_t* chosen = nullptr;          // [T, top_k]: of such queries the rows of the keys that the latest indexer chose
   std::vector<DeltaSequence> states{};  // the batch's sequences, for Gated DeltaNet layers
   RoutedCall routed{};                  // of a layer; its slots keep their memory
+  SharedExpertsWork shared{};           // of a layer over ranks
   std::vector<uint8_t> is_refused{};    // by token of the batch
 
   // Frees what is kept, and of it all but the rows.
@@ -52,6 +54,12 @@ struct StepWork {
 
   // out [T, out] = x [T, in] times the layer's weight, with its bias and the parts of the batch's adapters.
   void multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const;
+  // The columns of a matrix that this rank computes: with one rank, all.
+  TensorView own_columns(const TensorView& matrix) const;
+  // `multiply` for a layer whose rows ranks share: each computes its columns of out, and gets those of the others.
+  Status multiply_shared(const StackLinear& layer, const TensorView& x, const TensorView& out) const;
+  // Each rank has computed its own columns, and gets those of the others.
+  Status gather(const TensorView& matrix) const;
   // out = RMSNorm of x. With a residual: residual += x, then out = RMSNorm of the residual. Each [T, cols]; out may be
   // x.
   void normalise(const TensorView& x, const TensorView& weight, const TensorView& out,

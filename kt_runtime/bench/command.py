@@ -489,7 +489,7 @@ def gpu(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `swap`, `serve`, `cache`, `gpu` or
+    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `interfere`, `swap`, `scale`, `serve`, `cache`, `gpu` or
     `demo`, to docs/measurements; generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report

@@ -15,6 +15,7 @@ from kt_runtime.errors import (
     CheckpointError,
     InvalidValueError,
     KtError,
+    LostRankError,
     NotFoundError,
     NumericsError,
     UnknownNameError,
@@ -25,6 +26,7 @@ _KINDS: dict[str, type[KtError]] = {
     "not_found": NotFoundError,
     "bad_checkpoint": CheckpointError,
     "numerics": NumericsError,
+    "lost_rank": LostRankError,
 }
 
 

@@ -216,15 +216,28 @@ class BatchLora:
 
 
 NO_LORA = BatchLora()
-LEFT_OUT = {"weighs_input": False, "chunk": 0, "offset_norms": False}
+LEFT_OUT = {"weighs_input": False, "chunk": 0, "offset_norms": False, "vocabulary": 0, "ids_per_rank": 0}
 """Numbers that a table of scalars may lack."""
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """The step's part of a model that several ranks share: heads and their keys, experts, rows of `out`, `gate_up`,
+    `down` and of the embedding. Rank r's embedding has the ids from r * `ids_per_rank` on. `exchange`: with the others,
+    which all run the same batches."""
+
+    exchange: _experts.Exchange
+    rank: int
+    num_ranks: int
+    ids_per_rank: int
 
 
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
     `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, perhaps those of `LEFT_OUT`, and groups, the
-    router's (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H],
+    router's (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). With a `share` heads are the rank's,
+    and vocabulary has the number of token ids. `tensors`: embedding [V, H],
     final_norm [H], angles [P, D] or [P, rope] (of each position the cosines, then the sines). `lora`: of as many
     layers; None: batches have no adapters.
     InvalidValueError: a tensor that does not fit.
@@ -237,6 +250,7 @@ class Step:
         layers: Sequence[StepLayer],
         lora: LoraPool | None = None,
         *,
+        share: StepShare | None = None,
         isa: str | None = None,
         num_threads: int | None = None,
     ) -> None:
@@ -247,6 +261,8 @@ class Step:
         table = {
             **LEFT_OUT,
             **scalars,
+            "exchange": None if share is None else share.exchange,
+            "ids_per_rank": 0 if share is None else share.ids_per_rank,
             "lora_slots": 0 if lora is None else lora.slots,
             "lora_rank": 0 if lora is None else lora.rank,
             **dict.fromkeys(("embedding", "angles", "final_norm")),
@@ -283,7 +299,7 @@ class Step:
         Also returns the tokens whose activations were NaN or Inf before the experts of some layer: the experts returned
         zeros for them there. In a batch with an adapter also those whose keys or values were NaN or Inf: the pool then
         has zeros. InvalidValueError: an id, position, slot, state, length or adapter out of range; then nothing has
-        been written.
+        been written. LostRankError: another rank has ended or does not answer; the ranks compute nothing any more.
         """
         out = torch.empty(len(ids), self._hidden, dtype=self._dtype, device="cpu")
         with translated_errors():

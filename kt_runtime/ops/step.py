@@ -20,6 +20,7 @@ from kt_runtime.experts.step import (
     RoutedExperts,
     Step,
     StepLayer,
+    StepShare,
 )
 from kt_runtime.families import stack as table
 from kt_runtime.ops.row_factors import temperatures
@@ -37,13 +38,14 @@ def build_step(
     scaling: float,
     vocab_size: int,
     lora: LoraPool | None = None,
+    share: StepShare | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
     latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them; for Gated DeltaNet the
     convolution's inputs [M, C, W - 1] and the states [M, HV, K, V] of sequences. `angles` [P, D] or
     [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
-    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. The step's threads
-    and instruction set are the experts'.
+    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. `share`: this
+    rank's, of several; all tensors are its own then. The step's threads and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
@@ -53,13 +55,24 @@ def build_step(
         "groups": None if groups is None else astuple(groups),
         "scaling": scaling,
     }
+    if share is not None:
+        scalars["heads"] = stack.heads // share.num_ranks
+        scalars["vocabulary"] = vocab_size
     named = _Tensors(tensors, len(angles))
     layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
     embedding = named[stack.embedding]
-    if not 1 <= vocab_size <= len(embedding):
+    ids = _own_ids(vocab_size, share)
+    if not vocab_size >= 1 or ids > len(embedding):
         raise InvalidValueError(f"{stack.embedding} has {len(embedding)} rows; the vocabulary has {vocab_size} tokens")
-    whole = {"embedding": embedding[:vocab_size], "final_norm": named[stack.final_norm], "angles": angles}
-    return Step(scalars, whole, layers, lora, isa=experts.isa, num_threads=experts.num_threads)
+    whole = {"embedding": embedding[:ids], "final_norm": named[stack.final_norm], "angles": angles}
+    return Step(scalars, whole, layers, lora, share=share, isa=experts.isa, num_threads=experts.num_threads)
+
+
+def _own_ids(vocab_size: int, share: StepShare | None) -> int:
+    """How many rows of the embedding are those of token ids."""
+    if share is None:
+        return vocab_size
+    return min(max(vocab_size - share.rank * share.ids_per_rank, 0), share.ids_per_rank)
 
 
 class _Tensors:

@@ -7,6 +7,7 @@ of one process, bit for bit. How processes are started and connected is the serv
 
 from kt_runtime.ranks.exchange import Exchange, GroupExchange
 from kt_runtime.ranks.experts import SharedExperts
+from kt_runtime.ranks.native import shared_memory_of
 from kt_runtime.ranks.share import Share
 
-__all__ = ["Exchange", "GroupExchange", "Share", "SharedExperts"]
+__all__ = ["Exchange", "GroupExchange", "Share", "SharedExperts", "shared_memory_of"]

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kt_runtime import _experts
+from kt_runtime.ranks.native import NativeExchange, native_of
 from kt_runtime.ranks.share import Share
 
 
 class Exchange(Protocol):
-    """All ranks make the same calls in the same order; a call returns when all have made it.
+    """All ranks make the same calls in the same order; a call returns when all have made it. `native`: for the step.
 
-    `waited_s`: time in calls so far, `sent_bytes`: what this rank has sent to others in them.
+    `waited_s`: time in which this rank waited for others so far; `sent_bytes`: what it has sent to others.
+    A rank that is lost is a LostRankError; nothing can be exchanged after it.
     """
 
     share: Share
-    waited_s: float
-    sent_bytes: int
+    native: _experts.Exchange
+
+    @property
+    def waited_s(self) -> float: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
 
     def all_columns(self, part: Tensor) -> Tensor:
         """[T, C] of each rank, equal in shape and dtype -> [T, N * C], the ranks' columns in their order."""
@@ -34,49 +39,8 @@ class Exchange(Protocol):
         ...
 
 
-class GroupExchange:
-    """Through a group of torch.distributed, which gloo connects on CPUs. Bytes are moved, nothing is added up.
-
-    Errors of the group (a rank that has ended) are RuntimeErrors.
-    """
+class GroupExchange(NativeExchange):
+    """Through a group of torch.distributed, which gloo connects on CPUs. Bytes are moved, nothing is added up."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.share = Share(dist.get_rank(group), dist.get_world_size(group))
-        self.waited_s, self.sent_bytes = 0.0, 0
-        self._group = group
-
-    def all_columns(self, part: Tensor) -> Tensor:
-        ranks, (rows, columns) = self.share.num_ranks, part.shape
-        gathered = torch.empty((ranks, rows, columns), dtype=part.dtype)
-        if part.numel():
-            with self._counted((ranks - 1) * part.nbytes):
-                dist.all_gather_into_tensor(_bytes(gathered), _bytes(part.contiguous()), group=self._group)
-        return gathered.transpose(0, 1).reshape(rows, ranks * columns)
-
-    def columns_of_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        ranks, width = self.share.num_ranks, len(self.share.of(rows.shape[1], "columns"))
-        received = torch.empty((sum(counts), width), dtype=rows.dtype)
-        if received.numel():
-            row_bytes = width * rows.element_size()
-            parts = rows.view(len(rows), ranks, width).transpose(0, 1).contiguous()
-            with self._counted((ranks - 1) * len(rows) * row_bytes):
-                dist.all_to_all_single(
-                    _bytes(received),
-                    _bytes(parts),
-                    [count * row_bytes for count in counts],
-                    [len(rows) * row_bytes] * ranks,
-                    group=self._group,
-                )
-        return received
-
-    @contextmanager
-    def _counted(self, num_bytes: int) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.waited_s += time.perf_counter() - began
-        self.sent_bytes += num_bytes
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
+        super().__init__(Share(dist.get_rank(group), dist.get_world_size(group)), native_of(group))

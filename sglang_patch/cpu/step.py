@@ -12,6 +12,7 @@ captured states of single layers. Both ways give the same bits, because the step
 order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status also shows how long
 the step, the head and sampling took for decoding requests (`decoded`), and whether training is equal to the bit
 (`not_exact`).
+With several ranks each runs the step on its share, and the steps exchange what they need (`ranks.group`).
 `lora.step` gives the step the LoRA pool and the adapters of a batch, `delta.step` the states of Gated DeltaNet layers.
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
@@ -28,8 +29,8 @@ from typing import Any
 
 import torch
 
-from kt_runtime.errors import KtError, NumericsError
-from kt_runtime.experts.step import NO_LORA, Step
+from kt_runtime.errors import InvalidValueError, KtError, NumericsError
+from kt_runtime.experts.step import NO_LORA, Step, StepShare
 from kt_runtime.families import family_for
 from kt_runtime.families.stack import DecoderStack, GatedDelta
 from kt_runtime.ops.step import build_step
@@ -42,6 +43,7 @@ from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.wire.messages import STEP_RUNNING
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ DECODERS = (
 SYMBOLS = (
     *(BUILT_AFTER, SAMPLE, HEAD, *DECODERS),
     "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
+    "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
@@ -106,6 +109,8 @@ def not_exact() -> str:
     """Why training's log-probabilities may differ from served ones; empty if they are equal to the bit."""
     if _program is None:
         return f"the native step does not compute the model: {_reason}"
+    if group.num_ranks() > 1:
+        return "several ranks do not train"
     if _program.no_adapters:
         return f"the native step does not compute batches with adapters: {_program.no_adapters}"
     if _program.runner.model.logits_processor.use_fp32_lm_head and _program.runner.dtype != torch.float32:
@@ -304,8 +309,8 @@ def _why_not(runner: Any) -> str:
     settings = ResidentSettings.from_environment()
     if settings is not None and not settings.step:
         return "--no-step"
-    if get_parallel().tp_size * get_parallel().pp_size > 1:
-        return "the model is split over several ranks"
+    if get_parallel().pp_size > 1:
+        return "the model's layers are split over several ranks"
     config = runner.model_config.hf_config.to_dict()
     if not moe.keeps_experts_in_store(runner.model_config.hf_config):
         return f"{config.get('model_type')!r} is not one of kt-runtime's model families"
@@ -384,8 +389,21 @@ def _program_of(runner: Any) -> Program:
         attention.scaling,
         config["vocab_size"],
         lora_step.lora_pool(runner.lora_manager, delta_layers(stack)),
+        _share(runner.model.model.embed_tokens),
     )
     return Program(runner, step, [*runner.model.parameters(), *halves.values()])
+
+
+def _share(embedding: Any) -> StepShare | None:
+    """None with one rank. `embedding`: SGLang's, which gives each rank as many ids, the last one perhaps fewer."""
+    exchange = group.exchange()
+    if exchange is None:
+        return None
+    ids = int(embedding.num_embeddings_per_partition)
+    rank, first = exchange.share.rank, embedding.shard_indices.org_vocab_start_index
+    if embedding.num_added_embeddings or first not in (rank * ids, embedding.org_vocab_size):
+        raise InvalidValueError(f"the embedding of rank {rank} begins with id {first}; expected {rank * ids}")
+    return StepShare(exchange.native, rank, exchange.share.num_ranks, ids)
 
 
 def delta_layers(stack: DecoderStack) -> set[int]:

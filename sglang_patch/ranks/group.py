@@ -1,19 +1,27 @@
 """This process among the ranks of the server.
 
 SGLang starts the ranks, one scheduler process each, and connects them by torch.distributed, in which nothing else takes
-part. Symbol (SGLang 0.5.23): `layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP` is set. Reason: every rank samples, and all must
-agree on the tokens, whatever their random states are. SGLang's environment variable would also ask for NCCL.
+part. Ranks of one machine exchange through shared memory instead: that takes microseconds, a call of gloo over the
+loopback interface some hundred of them, and its waits end when a rank dies or hangs.
+
+Symbols (SGLang 0.5.23): `runtime_context.get_parallel` says over how many machines the ranks are.
+`layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP` is set. Reason: every rank samples, and all must agree on the tokens, whatever
+their random states are. SGLang's environment variable would also ask for NCCL.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch.distributed as dist
 
-from kt_runtime.ranks import Exchange, GroupExchange
+from kt_runtime.errors import RuntimeFault
+from kt_runtime.ranks import Exchange, GroupExchange, shared_memory_of
 
-SYMBOLS = ("sglang.srt.layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP",)
+logger = logging.getLogger(__name__)
+
+SYMBOLS = ("sglang.srt.layers.sampler.SYNC_TOKEN_IDS_ACROSS_TP", "sglang.srt.runtime_context.get_parallel")
 
 
 def num_ranks() -> int:
@@ -39,6 +47,14 @@ def agree_on_tokens() -> None:
 
 
 @cache
-def _exchange() -> GroupExchange:
+def _exchange() -> Exchange:
+    """All ranks call it first at the same place: they are connected then."""
+    from sglang.srt.runtime_context import get_parallel
+
     assert dist.group.WORLD is not None
+    if get_parallel().nnodes == 1:
+        try:
+            return shared_memory_of(dist.group.WORLD)
+        except RuntimeFault as error:  # on all ranks
+            logger.warning("%s; they exchange through gloo, which is slower", error)
     return GroupExchange(dist.group.WORLD)

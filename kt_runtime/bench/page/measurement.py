@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
-Kind = Literal["demo", "serving", "memory", "training", "rl", "interfere", "swap", "experts", "cache", "gpu", "tests"]
+Kind = Literal[
+    "demo", "serving", "memory", "training", "rl", "interfere", "swap", "scale", "experts", "cache", "gpu", "tests"
+]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

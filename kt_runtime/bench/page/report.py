@@ -405,12 +405,29 @@ def _gpu_cells(row: Mapping[str, Any]) -> list[Cell]:
 
 
 def _misses(report: Mapping[str, Any]) -> list[str]:
-    """Bars of `bench gpu` that were measured and not met; the other reports have none."""
+    """Bars of `bench gpu` and `bench scale` that were measured and not met; the other reports have none."""
+    if "scale" in report:
+        return _missed_of_scale(report)
     return [
         f"{bar['model']}: {bar['what']}: {_rounded(bar['value'])}, at least {bar['least']} is wanted."
         for bar in report.get("bars", [])
         if bar["is_met"] is False
     ]
+
+
+def _missed_of_scale(report: Mapping[str, Any]) -> list[str]:
+    missed = []
+    if "rounds" in report and not report["within_bar"]:
+        longest, bar = _rounded(report["worst_last_first_token_ms"]), _rounded(report["bar_ms"])
+        missed.append(f"publish to the last replica's first token: {longest} ms, at most {bar} ms is wanted.")
+    if ranks := report.get("ranks"):
+        missed += [
+            f"{ranks['ranks']} ranks, {row['streams']} streams: {_rounded(row['ratio'])} of one process, at least "
+            f"{ranks['bar']} is wanted."
+            for row in ranks["rows"]
+            if row["ratio"] < ranks["bar"]
+        ]
+    return missed
 
 
 def _spread(samples: list[Decimal]) -> Cell:
@@ -445,6 +462,45 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, [Table("adapters", ["what", "rank and targets", "streams"], columns, rows)]
 
 
+def _scale(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    """A report has replicas, ranks, or both."""
+    settings, figures, tables = report["scale"], [], []
+    if "rounds" in report:
+        longest = [max(each["first_token_ms"]) for each in report["rounds"]]
+        figures = [
+            Single("adapter", _rounded(settings["adapter_bytes"], MEGA), "MB"),
+            Single("replicas of one registry", settings["replicas"], "servers"),
+            Single("streams of each replica", settings["streams"], "streams"),
+            Single("publish to the last replica's first token, median", _rounded(report["last_first_token_ms"]), "ms"),
+            Single("publish to the last replica's first token, all rounds", _spread(longest), "ms"),
+            Single("requests of the streams that failed", report["requests_failed"], "requests"),
+        ]
+    if "ranks" in report:
+        tables.append(_ranks(report["ranks"], settings["dtype"]))
+    return figures, tables
+
+
+def _ranks(found: Mapping[str, Any], dtype: str) -> Table:
+    columns = [Column(f"{who}, {which}", "tokens/s") for who in ("ranks", "one process") for which in ("median", "all")]
+    columns += [Column("ratio", "ratio"), Column("step of the ranks", "ms"), Column("step of one process", "ms")]
+    columns += [Column("equal tokens", "ratio")]
+    rows = [
+        Row(
+            [found["model"], str(found["ranks"]), str(row["streams"])],
+            [
+                _rounded(row["tokens_per_s"]),
+                _spread(row["tokens_per_s_runs"]),
+                _rounded(row["one_process_tokens_per_s"]),
+                _spread(row["one_process_tokens_per_s_runs"]),
+                *(_rounded(row[name]) for name in ("ratio", "step_ms", "one_process_step_ms", "same_tokens")),
+            ],
+        )
+        for row in found["rows"]
+    ]
+    title = f"Decoding over HTTP in {dtype}: ranks of one core each, and one process with as many cores"
+    return Table("ranks", ["model", "ranks", "streams"], columns, rows, title)
+
+
 def _demo(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     figures = [
         Single("from the publish call to the moved name", _rounded(report["publish_ms"]), "ms"),
@@ -474,6 +530,7 @@ _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], 
     "rl": ("rl", _rl),
     "interfere": ("interfere", _interfere),
     "swap": ("swap", _swap),
+    "scale": ("scale", _scale),
     "serving": ("serving", _serving),
     "cache": ("cache", _cache),
     "gpu": ("gpu", _gpu),

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kt_runtime.bench.options import check_dtype, check_number
+from kt_runtime.bench.options import PRESET, check_dtype, check_number
 from kt_runtime.bench.swap.plan import LARGE_BYTES, bytes_of
 from kt_runtime.errors import InvalidValueError
 
 BAR_MS = 1000.0
 """From the publication of 10 MB to the last replica's first token."""
+RANKS_BAR = 0.8
+"""Decoding on ranks of one core each, over one process with as many cores: at least."""
 MOST_REPLICAS = 64
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`replicas`: servers of one registry. `size`: of each adapter. `rounds`: publications that count. `streams`: of
-    each replica."""
+    """`replicas`: servers of one registry; 0: none. `size`: of each adapter. `rounds`: publications that count.
+    `streams`: of each replica.
+
+    `ranks`: of one core each, which decode beside one process with as many cores; 0: none. `rank_model`,
+    `rank_streams`, `rank_runs`: theirs; a case for each number of streams."""
 
     model: str = "tiny-qwen3-moe"
     layers: int | None = None
@@ -26,10 +32,22 @@ class Plan:
     rounds: int = 5
     streams: int = 0
     dtype: str | None = None
+    ranks: int = 0
+    rank_model: str = PRESET
+    rank_streams: tuple[int, ...] = (1, 8)
+    rank_runs: int = 3
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError and UnknownNameError."""
-        check_number("replicas", self.replicas, 2, MOST_REPLICAS)
+        if self.replicas != 0:
+            check_number("replicas", self.replicas, 2, MOST_REPLICAS)
+        if self.ranks != 0:
+            check_number("ranks", self.ranks, 2, MOST_RANKS)
+        if self.replicas == self.ranks == 0:
+            raise InvalidValueError("--replicas and --ranks are 0: there is nothing to measure")
+        for streams in self.rank_streams:
+            check_number("rank_streams", streams)
+        check_number("rank_runs", self.rank_runs)
         check_number("rounds", self.rounds)
         check_number("streams", self.streams, 0)
         if self.layers is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Column, Table
 
 from kt_runtime.cli.console import console_of_width
@@ -13,6 +14,26 @@ NARROW = 110  # columns, if the output is no terminal
 
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
+    if "rounds" in result:
+        _print_replicas(console, result)
+    if "ranks" in result:
+        _print_ranks(console, result["ranks"])
+
+
+def _print_ranks(console: Console, found: dict[str, Any]) -> None:
+    headings = ("streams", "ranks, tokens/s", "one process, tokens/s", "ratio", "same tokens")
+    table = Table(
+        *(Column(heading, justify="right") for heading in headings),
+        title=f"{found['model']} on {found['ranks']} ranks of one core each, beside one process with as many cores",
+    )
+    for row in found["rows"]:
+        rates = (f"{row['tokens_per_s']:.1f}", f"{row['one_process_tokens_per_s']:.1f}", f"{row['ratio']:.2f}")
+        table.add_row(str(row["streams"]), *rates, f"{row['same_tokens']:.3f}")
+    console.print(table)
+    console.print(f"The bar is {found['bar']}.", *found["problems"], highlight=False)
+
+
+def _print_replicas(console: Console, result: dict[str, Any]) -> None:
     facts = result["scale"]
     table = Table(
         "round",

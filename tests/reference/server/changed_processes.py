@@ -3,11 +3,15 @@
 KILLED_AT names a file. While it exists, a process is killed (SIGKILL) before it opens a file of the name in it.
 JUMPED_CLOCK names a file: the seconds in it are added to the wall clock (`time.time`, `time.time_ns`), as when somebody
 sets the machine's clock. The monotonic clock goes on.
+NO_MEMORY names a file. While it exists, the scheduler's process gets NO_MEMORY_ROOM_BYTES beside what it uses: neither
+from the system nor from what the allocator keeps of freed memory. The process writes FILLED to the file when it is so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -16,6 +20,8 @@ from typing import Any
 
 KILLED_AT = "KILLED_AT"
 JUMPED_CLOCK = "JUMPED_CLOCK"
+NO_MEMORY, FILLED = "NO_MEMORY", "filled"
+NO_MEMORY_ROOM_BYTES = 4 << 20  # Python takes a MiB at a time for its small objects
 
 
 def install() -> None:
@@ -23,6 +29,8 @@ def install() -> None:
         sys.addaudithook(_kill_at)
     if os.environ.get(JUMPED_CLOCK):
         _follow_the_clock(Path(os.environ[JUMPED_CLOCK]))
+    if os.environ.get(NO_MEMORY):
+        _take_memory(Path(os.environ[NO_MEMORY]))
 
 
 def _kill_at(event: str, arguments: tuple[Any, ...]) -> None:
@@ -56,3 +64,39 @@ def _follow_the_clock(control: Path) -> None:
 
     time.time = lambda: wall() + jumped_s()
     time.time_ns = lambda: wall_ns() + jumped_s() * 10**9
+
+
+def _take_memory(control: Path) -> None:
+    """On the scheduler's thread, between two receptions of requests."""
+    import psutil
+    from sglang.srt.managers.scheduler import Scheduler
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    ingest_requests, limits = Scheduler.ingest_requests, resource.getrlimit(resource.RLIMIT_AS)
+    taken: list[int] = []  # blocks that nobody writes to: addresses alone
+
+    def take() -> None:
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used, limits[1]))
+        for size in (1 << power for power in range(26, 15, -1)):
+            while block := libc.malloc(size):
+                taken.append(block)
+        resource.setrlimit(resource.RLIMIT_AS, (used + NO_MEMORY_ROOM_BYTES, limits[1]))
+
+    def give_back() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        while taken:
+            libc.free(taken.pop())
+
+    def with_less(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if control.exists() != bool(taken):
+            if taken:
+                give_back()
+            else:
+                take()
+                control.write_text(FILLED)
+        return ingest_requests(self, *args, **kwargs)
+
+    Scheduler.ingest_requests = with_less  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Real ranks on this machine: forks of the test's process, connected by gloo."""
+"""Real ranks on this machine: forks of the test's process, connected by gloo, which may share memory as well."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kt_runtime.ranks import Exchange, GroupExchange
+from kt_runtime.ranks import Exchange, GroupExchange, shared_memory_of
 
 SECONDS = 120.0
+KINDS = ("gloo", "memory")
+"""Of exchanges: through gloo, through shared memory."""
 
 
-def run_ranks(num_ranks: int, work: Callable[[Exchange], Any]) -> list[Any]:
-    """`work(exchange)` of every rank at once, in a process of its own; the results in the ranks' order.
+def run_ranks(num_ranks: int, work: Callable[[Exchange], Any], kind: str = "gloo") -> list[Any]:
+    """`work(exchange)` of every rank at once, in a process of its own; the results in the ranks' order. `kind`: one of
+    KINDS.
 
     Raises AssertionError with the traceback of a rank that fails.
     """
@@ -30,7 +33,7 @@ def run_ranks(num_ranks: int, work: Callable[[Exchange], Any]) -> list[Any]:
         started = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(Path(directory), rank, num_ranks, work, theirs))
+            process = context.Process(target=_rank, args=(Path(directory), rank, num_ranks, work, kind, theirs))
             process.start()
             theirs.close()
             started.append((process, ours))
@@ -55,14 +58,22 @@ def _answer(connection: Connection) -> tuple[str, Any]:
     return found
 
 
-def _rank(directory: Path, rank: int, num_ranks: int, work: Callable[[Exchange], Any], connection: Connection) -> None:
+def _rank(
+    directory: Path,
+    rank: int,
+    num_ranks: int,
+    work: Callable[[Exchange], Any],
+    kind: str,
+    connection: Connection,
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/met", rank=rank, world_size=num_ranks)
         assert dist.group.WORLD is not None
+        exchange = GroupExchange(dist.group.WORLD) if kind == "gloo" else shared_memory_of(dist.group.WORLD)
         # `send` would leave a tensor's memory with this process, which ends.
-        connection.send_bytes(pickle.dumps(("", work(GroupExchange(dist.group.WORLD)))))
+        connection.send_bytes(pickle.dumps(("", work(exchange))))
         dist.barrier()
     except Exception:  # noqa: BLE001 - the test's process raises it
         connection.send_bytes(pickle.dumps((traceback.format_exc(), None)))

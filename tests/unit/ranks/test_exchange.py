@@ -1,36 +1,194 @@
-"""What real ranks, connected by gloo, send each other."""
+"""What real ranks send each other: through gloo, and through shared memory."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from reference.server.real_ranks import run_ranks
+from reference.server.real_ranks import KINDS, run_ranks
 
+from kt_runtime import _experts
+from kt_runtime.errors import InvalidValueError, LostRankError
 from kt_runtime.ranks import Exchange
+from kt_runtime.ranks.native import NativeExchange
+from kt_runtime.ranks.share import Share
 
 COUNTS = [2, 0, 3]  # rows of each rank
+BUFFER_BYTES = 1 << 20  # csrc/ranks/shared_exchange.cpp
+PATIENCE_SECONDS = 2.0
 
 
 def rows_of(rank: int) -> torch.Tensor:
     return torch.arange(COUNTS[rank] * 6, dtype=torch.float32).view(-1, 6) + 100 * rank
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
-def test_columns_of_all_ranks_in_their_order(dtype: torch.dtype) -> None:
+def test_columns_of_all_ranks_in_their_order(dtype: torch.dtype, kind: str) -> None:
     def work(exchange: Exchange) -> list[torch.Tensor]:
         own = torch.full((4, 2), exchange.share.rank, dtype=dtype)
         return [exchange.all_columns(own), exchange.all_columns(own[:0])]
 
-    for some, none in run_ranks(3, work):
+    for some, none in run_ranks(3, work, kind):
         assert some.dtype == dtype
         assert torch.equal(some, torch.tensor([[0, 0, 1, 1, 2, 2]], dtype=dtype).expand(4, 6))
         assert none.shape == (0, 6)
 
 
-def test_each_rank_gets_its_columns_of_all_rows() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_gets_its_columns_of_all_rows(kind: str) -> None:
     def work(exchange: Exchange) -> torch.Tensor:
         return exchange.columns_of_rows(rows_of(exchange.share.rank), COUNTS)
 
     whole = torch.cat([rows_of(rank) for rank in range(3)])
-    for rank, found in enumerate(run_ranks(3, work)):
+    for rank, found in enumerate(run_ranks(3, work, kind)):
         assert torch.equal(found, whole[:, 2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_of_many_pieces_and_many_messages(kind: str) -> None:
+    """Rows that fill two buffers and a part of a third, on one rank only; then one small message after another."""
+    rows, columns = 700, 1024
+    assert 2 * BUFFER_BYTES < 4 * rows * columns < 3 * BUFFER_BYTES
+
+    def work(exchange: Exchange) -> list[bool]:
+        rank = exchange.share.rank
+        sent = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+        received = exchange.columns_of_rows(sent if rank == 1 else sent[:3], [3, rows])
+        own = slice(rank * columns // 2, (rank + 1) * columns // 2)
+        right = [torch.equal(received, torch.cat([sent[:3, own], sent[:, own]]))]
+        whole = exchange.all_columns(sent + rank)
+        right.append(torch.equal(whole, torch.cat([sent, sent + 1], dim=1)))
+        for number in range(500):
+            found = exchange.all_columns(torch.tensor([[2 * number + rank]]))
+            right.append(found.tolist() == [[2 * number, 2 * number + 1]])
+        return right
+
+    assert all(all(each) for each in run_ranks(2, work, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sent_and_how_long_it_took_is_counted(kind: str) -> None:
+    """Of two messages to each of two other ranks: two columns of four int32 rows, and a third of each row."""
+
+    def work(exchange: Exchange) -> tuple[int, bool]:
+        exchange.all_columns(torch.zeros((4, 2), dtype=torch.int32))
+        exchange.columns_of_rows(rows_of(exchange.share.rank), COUNTS)
+        return exchange.sent_bytes, exchange.waited_s > 0
+
+    assert run_ranks(3, work, kind) == [(2 * (32 + rows * 8), True) for rows in COUNTS]
+
+
+def test_a_row_that_fits_no_buffer_is_refused() -> None:
+    def work(exchange: Exchange) -> str:
+        with pytest.raises(InvalidValueError) as raised:
+            exchange.all_columns(torch.zeros((1, BUFFER_BYTES // 4 + 1)))
+        return str(raised.value)
+
+    assert (
+        run_ranks(2, work, "memory")
+        == [f"a row of {BUFFER_BYTES + 4} bytes can't be exchanged; allowed: up to {BUFFER_BYTES}"] * 2
+    )
+
+
+def test_ranks_that_do_something_else_do_not_get_each_others_bytes() -> None:
+    def work(exchange: Exchange) -> str:
+        with pytest.raises(LostRankError) as raised:
+            exchange.all_columns(torch.zeros((1 + exchange.share.rank, 2)))
+        return str(raised.value)
+
+    for message in run_ranks(2, work, "memory"):
+        assert "computes something else than this rank" in message or "has given up" in message
+
+
+def partner(act: Callable[[], None]) -> int:
+    """A process that acts, and takes part in no exchange."""
+    pid = os.fork()
+    if pid == 0:
+        act()
+        os._exit(0)
+    return pid
+
+
+def with_partner(pid: int, patience_seconds: float = PATIENCE_SECONDS) -> NativeExchange:
+    """The exchange of rank 0 with rank 1, which is that process."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, _experts.Exchange.file_bytes(2))
+    native = _experts.Exchange.shared(descriptor, [os.getpid(), pid], 0, patience_seconds)
+    os.close(descriptor)
+    return NativeExchange(Share(0, 2), native)
+
+
+def ends(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_rank_that_has_ended_is_named() -> None:
+    pid = partner(lambda: None)
+    exchange = with_partner(pid)
+    for _ in range(2):  # for good
+        with pytest.raises(LostRankError, match=rf"^rank 1 \(process {pid}\) has ended$"):
+            exchange.all_columns(torch.zeros((1, 2)))
+    os.waitpid(pid, 0)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    pid = partner(lambda: time.sleep(600))
+    exchange = with_partner(pid)
+    try:
+        with pytest.raises(
+            LostRankError, match=rf"^rank 1 \(process {pid}\) computes nothing and has answered nothing"
+        ):
+            exchange.all_columns(torch.zeros((1, 2)))
+    finally:
+        ends(pid)
+
+
+@pytest.mark.parametrize("state", ["computes", "is stopped"])
+def test_a_rank_that_computes_or_is_stopped_is_waited_for(state: str) -> None:
+    """Until it ends, which is later than a rank that hangs would have been given up."""
+
+    def compute() -> None:
+        until = time.process_time() + 2 * PATIENCE_SECONDS
+        while time.process_time() < until:
+            pass
+
+    pid = partner(compute)
+    if state == "is stopped":
+        os.kill(pid, signal.SIGSTOP)
+        end_later(pid, 2 * PATIENCE_SECONDS)
+    with pytest.raises(LostRankError, match=r"has ended$"):
+        with_partner(pid).all_columns(torch.zeros((1, 2)))
+    os.waitpid(pid, 0)
+
+
+def end_later(pid: int, seconds: float) -> None:
+    partner(lambda: (time.sleep(seconds), os.kill(pid, signal.SIGKILL)))  # type: ignore[arg-type, return-value]
+
+
+def test_a_rank_that_gives_up_is_named() -> None:
+    def work(exchange: Exchange) -> Any:
+        if exchange.share.rank == 1:
+            exchange.native.give_up()
+            return None
+        with pytest.raises(LostRankError) as raised:
+            exchange.all_columns(torch.zeros((1, 2)))
+        return str(raised.value)
+
+    message, _ = run_ranks(2, work, "memory")
+    assert message.startswith("rank 1 (process ") and message.endswith("has given up; its own message has the reason")
+
+
+def test_a_failure_of_gloo_is_a_lost_rank() -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    exchange = NativeExchange(Share(0, 2), _experts.Exchange.called(0, 2, fail, fail))
+    with pytest.raises(LostRankError, match=r"the connection of the ranks has failed: .*Connection closed by peer"):
+        exchange.all_columns(torch.zeros((1, 2)))

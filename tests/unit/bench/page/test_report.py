@@ -59,6 +59,22 @@ def serving_report() -> dict[str, Any]:
     return {"machine": {"limits": None}, "serving": settings, "peers": peers, "rows": [one, eight]}
 
 
+def scale_report() -> dict[str, Any]:
+    """Two replicas, and two ranks of which one case misses its bar."""
+    row: dict[str, Any] = {
+        "streams": 1, "tokens_per_s": 70.0, "tokens_per_s_runs": [69.0, 70.0], "one_process_tokens_per_s": 100.0,
+        "one_process_tokens_per_s_runs": [100.0, 101.0], "ratio": 0.7, "step_ms": 9.123456,
+        "one_process_step_ms": None, "same_tokens": 1.0,
+    }  # fmt: skip
+    return {
+        "scale": {"replicas": 2, "streams": 0, "adapter_bytes": 10_000_000, "dtype": "bfloat16"},
+        "rounds": [{"publish_ms": 70.0, "first_token_ms": [80.0, 400.0]}],
+        "last_first_token_ms": 400.0, "worst_last_first_token_ms": 400.0, "bar_ms": 1000.0, "within_bar": True,
+        "requests_failed": 0,
+        "ranks": {"ranks": 2, "model": "bench", "rows": [row, row | {"streams": 8, "ratio": 0.9}], "bar": 0.8},
+    }  # fmt: skip
+
+
 def read(report: dict[str, Any]) -> dict[str, Any]:
     return parse_report(json.dumps(report).encode(), "report.json")
 
@@ -68,6 +84,19 @@ def test_figures_are_rounded_to_digits_that_mean_something() -> None:
     assert made.kind == "training" and {each.what: each.value for each in made.figures}["tokens"] == 16384
     assert made.tables[0].rows[0].case == ["bench", "attention", "retain"]
     assert made.tables[0].rows[0].figures == [Decimal("123.5"), None, None, Decimal("8.350"), None]
+
+
+def test_scale_has_replicas_and_ranks_and_its_misses() -> None:
+    made = measurement_of(read(scale_report()), **ORIGIN)
+    assert made.kind == "scale"
+    assert {each.what: each.value for each in made.figures}["replicas of one registry"] == 2
+    assert [row.case for row in made.tables[0].rows] == [["bench", "2", "1"], ["bench", "2", "8"]]
+    ranks, one = Range(Decimal(69), Decimal(70)), Range(Decimal(100), Decimal(101))
+    ratios = [Decimal("0.7000"), Decimal("9.123"), None, 1]
+    assert made.tables[0].rows[0].figures == [70, ranks, 100, one, *ratios]
+    assert made.misses == ["2 ranks, 1 streams: 0.7000 of one process, at least 0.8 is wanted."]
+    alone = {name: value for name, value in scale_report().items() if name in ("scale", "ranks")}
+    assert measurement_of(read(alone), **ORIGIN).figures == []
 
 
 def test_first_tokens_have_their_range_over_the_rounds() -> None:
@@ -119,7 +148,7 @@ def test_a_report_of_serving_without_the_newer_fields_is_read() -> None:
         ("[]", "holds no JSON object"),
         (
             '{"rows": []}',
-            "has the fields rows; .* of loads, training, rl, interfere, swap, serving, cache, gpu, publish",
+            "has the fields rows; .* of loads, training, rl, interfere, swap, scale, serving, cache, gpu, publish",
         ),
         ('{"training": {}, "rows": []}', "bench training`: lacks the field 'sequences'"),
     ],

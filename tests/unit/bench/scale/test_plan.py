@@ -17,6 +17,10 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
         ({"layers": 0}, "--layers is 0"),
         ({"size": "10"}, "--size '10'"),
         ({"size": "1GB"}, "--size 1GB: must be below 1GB"),
+        ({"ranks": 1}, "--ranks is 1; must be 2 to 64"),
+        ({"replicas": 0}, "--replicas and --ranks are 0: there is nothing to measure"),
+        ({"ranks": 2, "rank_streams": (0,)}, "--rank-streams is 0"),
+        ({"ranks": 2, "rank_runs": 0}, "--rank-runs is 0"),
     ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

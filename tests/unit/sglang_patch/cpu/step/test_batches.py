@@ -419,8 +419,8 @@ def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     assert why_not(llama) == "'llama' is not one of kt-runtime's model families"
     with monkeypatch.context() as patch:
-        patch.setitem(get_parallel()._overrides, "tp_size", 2)
-        assert why_not(served.config) == "the model is split over several ranks"
+        patch.setitem(get_parallel()._overrides, "pp_size", 2)
+        assert why_not(served.config) == "the model's layers are split over several ranks"
     runner = served.scheduler.tp_worker.model_runner
     assert native_step._why_not(runner) == ""
     with get_exec().moe.override(expert_distribution_recorder_mode="stat"):
