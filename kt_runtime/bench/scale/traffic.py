@@ -60,6 +60,17 @@ def sent_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: i
     return Traffic(others * (gathered + sums + moe_layers * experts), others * sums, exchanges)
 
 
+def step_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: int) -> float:
+    """What a rank's exchanges send for one of up to 32 tokens in the native step (`csrc/ops/ranks`): its experts' outputs
+    go whole to each other rank, which sums them all. One exchange less in each layer, and more bytes than `sent_bytes`
+    needs. Embedding and logits are not in it."""
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    moe_layers = len(family_for(config).moe_layers(config))
+    columns = activation_bytes * layers * (_attention_width(config) + hidden)
+    rows = EXPERT_BYTES * moe_layers * int(config["num_experts_per_tok"]) * hidden
+    return (num_ranks - 1) / num_ranks * columns + (num_ranks - 1) * rows / num_ranks
+
+
 def _attention_width(config: Mapping[str, Any]) -> int:
     heads = int(config["num_attention_heads"])
     one = config.get("v_head_dim") or config.get("head_dim") or int(config["hidden_size"]) // heads
