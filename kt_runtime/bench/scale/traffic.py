@@ -13,8 +13,9 @@ an activation. A rank sends, for one token:
     embedding                a H (N-1)/N
     head                     a V (N-1)/N   its logits
 
-This is what the sharding needs. SGLang's own sums over ranks (after attention, after the experts or the MLP, after the
-embedding) send twice that: a ring first sums, then gathers. `Traffic.total` has that in it.
+This is what the sharding needs, and what the native step sends between hosts. With SGLang's modules, SGLang's own sums
+over ranks (after attention, after the experts or the MLP, after the embedding) send twice that: a ring first sums, then
+gathers. `Traffic.total` has that in it.
 """
 
 from __future__ import annotations
@@ -58,17 +59,6 @@ def sent_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: i
     sums = activation_bytes * hidden * (2 * num_layers + 1)
     exchanges = 4 * num_layers + (moe_layers if shared else 0) + 2
     return Traffic(others * (gathered + sums + moe_layers * experts), others * sums, exchanges)
-
-
-def step_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: int) -> float:
-    """What a rank's exchanges send for one of up to 32 tokens in the native step (`csrc/ops/ranks`): its experts' outputs
-    go whole to each other rank, which sums them all. One exchange less in each layer, and more bytes than `sent_bytes`
-    needs. Embedding and logits are not in it."""
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    moe_layers = len(family_for(config).moe_layers(config))
-    columns = activation_bytes * layers * (_attention_width(config) + hidden)
-    rows = EXPERT_BYTES * moe_layers * int(config["num_experts_per_tok"]) * hidden
-    return (num_ranks - 1) / num_ranks * columns + (num_ranks - 1) * rows / num_ranks
 
 
 def _attention_width(config: Mapping[str, Any]) -> int:
