@@ -189,7 +189,7 @@ def connections_within(process: psutil.Process, namespace: str) -> list[Any]:
 
 
 def assert_bytes(hosts: Pair, ends: tuple[network.End, network.End]) -> None:
-    """Of a decoded token: what was counted on paper goes through the exchange, but for the logits, which SGLang gathers.
+    """Of a decoded token: what was counted on paper goes through the exchange, but for the logits, which SGLang has.
     The link carries headers too, which are most of it where a message has a hundred bytes."""
     exchanged = sent_bytes(CONFIG, num_ranks=2, activation_bytes=2).needed - int(CONFIG["vocab_size"])
     tokens, counted = 256, exchanged_bytes(hosts)
