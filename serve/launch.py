@@ -201,7 +201,7 @@ def _run_other_host(
     console: Console,
 ) -> NoReturn:
     from kt_runtime.serve.hosts.other import ServingHost
-    from kt_runtime.sglang_patch.frontend import other_host
+    from kt_runtime.sglang_patch.ranks import other_host
 
     scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
     other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))
