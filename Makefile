@@ -7,11 +7,13 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: demo test test-quick test-gpu test-device fuzz fuzz-gguf soak test-amx test-sanitize test-threads check check-native format clean help
 
+PROCESSORS := $(shell getconf _NPROCESSORS_ONLN)
+
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
 CMAKE_INSTALLED := $(if $(shell command -v cmake),,$(VENV)/installed)
 KERNEL_TESTS = $(CMAKE) -S . -B build/$@ -DKT_BUILD_PYTHON=OFF -DKT_BUILD_TESTS=ON
-KERNEL_BUILD = $(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS_ONLN) --target kt_kernel_tests
+KERNEL_BUILD = MAKEFLAGS= $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_kernel_tests
 
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
@@ -57,16 +59,21 @@ $(VENV)/installed: $(VENV)/created pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
+# Only the tools: the package itself is installed, and need not be built again.
 $(VENV)/check-installed: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test,check]'
+	$(BIN)/python -m pip install --quiet \
+	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["check"])')
 	@touch $@
 
 demo: $(VENV)/installed
 	$(BIN)/kt-runtime demo --json demo.json
 
-# Two processes, each with whole files of tests: a server waits as often as it computes. WORKERS=0: all in this process.
-# In the order of their names, tests/system before tests/unit: the files at the end are short, and no process waits long.
-WORKERS ?= 2
+# Processes, each with whole files of tests; WORKERS=0: all in this process. In the order of their names, tests/system
+# before tests/unit: the files at the end are short, and no process waits long.
+# Tests that start no server compute all the time: a process for each of two processors. A test with a server waits
+# about as often as it computes, so another process computes meanwhile, where memory has room for it and its servers.
+test-quick: WORKERS ?= 2
+test: WORKERS ?= $(shell awk '/^MemAvailable/ { print ($$2 >= 14 * 1048576) ? 3 : 2 }' /proc/meminfo)
 # Without compiled modules on disk, each process of these tests compiles them again: that is a tenth of the time.
 unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -112,15 +119,20 @@ test-amx: $(CMAKE_INSTALLED)
 	[ $$status = 0 ] || exit $$status; \
 	grep -q '^isa amx: [1-9][0-9]* checks, 0 failures' $$log || { echo "FAIL another instruction set than amx ran"; exit 1; }
 
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
+# -g1: lines, for a report's stack. The program is one thread for most of the time: as many instruction sets at once as
+# there are processors, the output of each when it has ended.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g1
 test-sanitize: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="$(SANITIZERS)"
 	$(KERNEL_BUILD)
-	build/$@/tests/unit/csrc/kt_kernel_tests
+	@program=build/$@/tests/unit/csrc/kt_kernel_tests; isas=$$($$program --list) && [ -n "$$isas" ] || exit 1; \
+	echo "$$program --isa" $$isas; \
+	printf '%s\n' $$isas | sort | xargs -P $(PROCESSORS) -I ISA sh -c \
+	  "$$program --isa ISA >build/$@/ISA.log 2>&1; status=\$$?; cat build/$@/ISA.log; exit \$$status"
 
 test-threads: $(CMAKE_INSTALLED)
-	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="-fsanitize=thread -O1 -g"
-	$(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS_ONLN) --target kt_pool_tests
+	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="-fsanitize=thread -O1 -g1"
+	MAKEFLAGS= $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --target kt_pool_tests
 	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" build/$@/tests/unit/csrc/kt_pool_tests
 
 check-native: test-threads test-sanitize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,9 +20,19 @@ from kt_runtime.errors import KtError, RuntimeFault
 
 START_SECONDS = 3600.0  # loading may read terabytes
 STOP_SECONDS = 30.0
+PORTS = range(10_000, 22_000)  # below SGLang's own, and below those that Linux gives to outgoing connections
 
 
 def free_port() -> int:
+    """A TCP port of 127.0.0.1 where nothing listens now, for a server that listens there some seconds later.
+
+    Not one of those that the kernel draws for outgoing connections (ip(7), ip_local_port_range): until the server
+    listens, a connection of any program could take it.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as opened, contextlib.suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])

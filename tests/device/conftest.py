@@ -1,6 +1,7 @@
 """Tests on the emulated accelerator. It is the accelerator of the whole process from its first use on, and the other
-tests assume a machine without one: so each file of this folder runs in a process of its own, which `pytest tests` and
-`make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the process.
+tests assume a machine without one. So each folder in this one, and each file, runs in a process of its own, which
+`pytest tests` and `make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run
+in the process.
 
 `TEST_CASES=all` (docs/testing.md): under 20 random schedules.
 """
@@ -24,10 +25,12 @@ SCHEDULES = ["late", "eager", *(f"random-{seed}" for seed in range(SEEDS))]
 
 
 class FailedProcess(Exception):
-    """A file's process did not end with success; the text is what it printed."""
+    """A process did not end with success; the text is what it printed."""
 
 
-class WholeFile(pytest.Item):
+class InItsOwnProcess(pytest.Item):
+    """All tests of a file or of a folder. Half of the time of a file's process would be the imports of SGLang."""
+
     def runtest(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--color=no"]
@@ -48,12 +51,23 @@ class WholeFile(pytest.Item):
 
 class FileInItsOwnProcess(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
-        yield WholeFile.from_parent(self, name="in_its_own_process")
+        yield InItsOwnProcess.from_parent(self, name="in_its_own_process")
+
+
+class FolderInItsOwnProcess(pytest.Directory):
+    def collect(self) -> Iterator[pytest.Item]:
+        yield InItsOwnProcess.from_parent(self, name="in_its_own_process")
 
 
 def is_process_of_these_tests(config: pytest.Config) -> bool:
     given = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     return all(path.is_relative_to(HERE) for path in given)
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if is_process_of_these_tests(parent.config) or path.parent != HERE or not any(path.glob("test_*.py")):
+        return None
+    return FolderInItsOwnProcess.from_parent(parent, path=path)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -8,6 +8,9 @@ FAULTY_DISK names a JSON file that says what goes wrong just now with files unde
 
 The files, what else happens to them, and the server are real; without a fault the calls do what they always do.
 
+Each call that fails adds a byte to the file beside it that `failures_file` names. A use of the disk that was stopped is
+tried again every second or two, and not, as ever, at first after two seconds and at last once a minute.
+
 FAULTY_DISK_PATIENCE_S: in place of the tier's own patience, two seconds, for which a thread may wait on a busy machine.
 """
 
@@ -20,8 +23,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from kt_runtime.cache import disk_tier
 from kt_runtime.cache.disk_tier import DiskTierSettings
 
 CONTROL = "FAULTY_DISK"
@@ -36,8 +41,13 @@ OPERATIONS = {
     "unlink": "remove",
     "replace": "rename",
 }
+LONGEST_RETRY_S = 1.5
 _said = ""  # by the control file, last time
 _num_writes = 0  # since then
+
+
+def failures_file(control: str | os.PathLike[str]) -> Path:
+    return Path(control).with_suffix(".failures")
 
 
 def faults() -> dict[str, Any]:
@@ -69,6 +79,8 @@ def faulty(call: Callable[..., Any], operation_of: Callable[..., str]) -> Callab
             time.sleep(0.02)
         if operation in now.get("fail", {}):
             number = getattr(errno, now["fail"][operation])
+            with failures_file(os.environ[CONTROL]).open("ab") as failures:
+                failures.write(b".")
             raise OSError(number, os.strerror(number))
         if call is _pwritev and "kill_at_write" in now:
             _die_in_time(now["kill_at_write"], target, *args)
@@ -97,5 +109,6 @@ def install() -> None:
     os.open = faulty(os.open, _operation_of_open)
     for name, operation in OPERATIONS.items():
         setattr(os, name, faulty(getattr(os, name), lambda *args, operation=operation, **kwargs: operation))
+    disk_tier._LONGEST_RETRY_S = LONGEST_RETRY_S
     if patience_s := os.environ.get(PATIENCE):
         DiskTierSettings.__init__.__kwdefaults__["patience_s"] = float(patience_s)  # type: ignore[index, misc]

@@ -77,6 +77,11 @@ class Disk:
         temporary.write_text(json.dumps({"directory": str(self.served.cache_directory), **what}), encoding="utf-8")
         os.replace(temporary, self.control)
 
+    def num_failures(self) -> int:
+        """Calls that have failed since the server began."""
+        failures = faulty_disk.failures_file(self.control)
+        return failures.stat().st_size if failures.exists() else 0
+
     def heal(self) -> None:
         self.control.unlink(missing_ok=True)
 
@@ -256,7 +261,8 @@ def test_a_disk_that_can_not_be_written_is_read_and_written_when_it_can_be(fault
     for found, expected in zip(again[1:], others, strict=True):
         assert found.tiers["computed"] == PROMPT_TOKENS  # it was not written
         assert found.tokens == expected.tokens
-    time.sleep(3.0)  # tried again meanwhile
+    failed = disk.num_failures()
+    eventually(lambda: disk.num_failures() >= failed + 2)  # it is tried again
     assert disk.status()["reading_stopped"] is None
     assert len(disk.said(log)) == 1
     assert "writing to" in disk.said(log)[0]

@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,19 +21,23 @@ namespace kt_test {
 
 class Report {
  public:
+  // `what`: a text, or a function that makes one, which is called where the check fails: of millions of checks almost
+  // none needs its text.
   // |got - wanted| <= tolerance * scale, and got is a number.
-  void close(const std::string& what, double got, double wanted, double tolerance, double scale) {
+  template <class What>
+  void close(const What& what, double got, double wanted, double tolerance, double scale) {
     ++checks_;
     const double error = std::fabs(got - wanted), allowed = tolerance * scale;
     if (error <= allowed) {
       if (error > 0) used_ = std::fmax(used_, error / allowed);
       return;
     }
-    fail(what + ": got " + std::to_string(got) + ", expected " + std::to_string(wanted));
+    fail(text_of(what) + ": got " + std::to_string(got) + ", expected " + std::to_string(wanted));
   }
-  void equal(const std::string& what, bool same) {
+  template <class What>
+  void equal(const What& what, bool same) {
     ++checks_;
-    if (!same) fail(what);
+    if (!same) fail(text_of(what));
   }
   void fail(const std::string& message) {
     if (++failures_ <= 20) std::printf("FAIL %s\n", message.c_str());
@@ -43,6 +48,15 @@ class Report {
   double take_used() { return std::exchange(used_, 0.0); }
 
  private:
+  template <class What>
+  static std::string text_of(const What& what) {
+    if constexpr (std::is_invocable_v<What>) {
+      return what();
+    } else {
+      return what;
+    }
+  }
+
   long checks_ = 0, failures_ = 0;
   double used_ = 0;
 };

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 from reference.expert_problems import present
 from reference.lora import huge_adapter, random_adapter, write_adapter
+from reference.resident.engine import LORA, Engine, sequences, sessions_of, train
 
 from kt_runtime.adapters import content_hash
 from kt_runtime.cli.connection import ServerAPI
@@ -25,18 +25,13 @@ from kt_runtime.errors import (
     AdapterError,
     ConflictError,
     InvalidValueError,
-    KtError,
     NotFoundError,
     NumericsError,
     RuntimeFault,
     UnknownNameError,
 )
-from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
-from kt_runtime.resident.handlers import SessionHandlers
 from kt_runtime.resident.scheduler import Slice, Work
-from kt_runtime.resident.server import Resident
-from kt_runtime.resident.training.session import Session
 from kt_runtime.wire import messages
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
@@ -47,67 +42,6 @@ from kt_runtime.wire.messages import (
     OptimStep,
     Publish,
 )
-
-LORA = LoraSettings(rank=4, alpha=8.0)
-
-
-SLEEP_SECONDS = 20.0
-
-
-class Engine:
-    """The engine's loop on a thread of its own, in inference mode as SGLang's. It sleeps until something wakes it.
-
-    `asleep`: how often it has slept; `overslept`: how often nothing woke it.
-    """
-
-    def __init__(self, host: Any, root: Path) -> None:
-        self.host = host
-        self.settings = ResidentSettings(
-            model=host.model,
-            model_directory=host.model_directory,
-            wire_address=f"ipc://{root}/wire/r.sock",
-            names_address="",
-            adapter_directory=str(root / "adapters"),
-            microbatch_tokens=32,
-        )
-        self.paused, self._stop = threading.Event(), threading.Event()
-        self.resident = Resident.start(host, self.settings)
-        self.payloads: list[list[bytes]] = []
-        self.asleep = self.overslept = 0
-        self._poller = zmq.Poller()
-        for wakeup in self.resident.wakeups:
-            self._poller.register(wakeup, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while not self._stop.is_set():
-                if not self.paused.is_set():
-                    decided = self.resident.decisions()
-                    self.payloads += [decided] if decided else []
-                    self.resident.apply(decided)
-                    self.resident.turn()
-                if self.paused.is_set():
-                    time.sleep(0.001)
-                elif not self.resident.has_work():
-                    self.asleep += 1
-                    self.overslept += not self._poller.poll(int(SLEEP_SECONDS * 1000))
-
-    def close(self) -> None:
-        self._stop.set()
-        self.host.frontend.set()
-        self._thread.join()
-        self.resident.close()
-        assert self.overslept == 0
-
-    def client(self, **settings: Any) -> ResidentClient:
-        return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
-
-
-def sessions_of(resident: Resident) -> dict[str, Session]:
-    assert isinstance(resident.handlers, SessionHandlers)
-    return resident.handlers._sessions
 
 
 @pytest.fixture
@@ -133,20 +67,6 @@ def engine(start: Callable[..., Engine]) -> Engine:
 def client(engine: Engine) -> Iterator[ResidentClient]:
     with engine.client() as opened:
         yield opened
-
-
-def sequences(seed: int = 0, *lengths: int) -> Batch:
-    random = np.random.default_rng(seed)
-    tokens = [random.integers(0, 300, length).tolist() for length in lengths or (20, 9)]
-    return Batch.from_sequences(tokens, [[*row[1:], 0] for row in tokens])
-
-
-def train(client: ResidentClient, session: str, steps: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        losses.append(client.forward_backward(session, sequences(step % 2)).loss)
-        client.optim_step(session, 1e-2)
-    return losses
 
 
 def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, client: ResidentClient) -> None:
@@ -409,82 +329,6 @@ def test_a_client_that_goes_away_in_a_call_leaves_the_server_working(engine: Eng
         assert {session.session for session in client.status().sessions} == {"a", "b"}
 
 
-def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_path: Path) -> None:
-    """Rank 1 sees payloads alone: no socket, no clock, no frontend."""
-    host, other = make_host(), make_host()
-    host.num_ranks = other.num_ranks = 2
-    (tmp_path / "0").mkdir()
-    engine = Engine(host, tmp_path / "0")
-    follower = Resident(other, msgspec.structs.replace(engine.settings, adapter_directory=str(tmp_path / "1")), None)
-    try:
-        with engine.client() as client:
-            client.create_session("a", LORA)
-            train(client, "a", 2)
-            published = client.publish("a", "bob")
-    finally:
-        engine.close()
-    for payload in engine.payloads:
-        follower.apply(payload)
-        follower.turn()
-    ours = sessions_of(engine.resident)["a"].parameters
-    theirs = sessions_of(follower)["a"].parameters
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert set(other.installed) == {published.lora_id}
-    assert [info.current for info in follower.publisher.adapters()] == [published.version]
-    follower.close()
-
-
-def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
-    make_host: Callable[..., Any], tmp_path: Path
-) -> None:
-    host, other = make_host(), make_host()
-    for each in (host, other):
-        each.num_ranks, each.has_whole_tensors = 2, False
-    (tmp_path / "0").mkdir()
-    adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=0)
-    path = write_adapter(tmp_path / "saved", adapter)
-    engine = Engine(host, tmp_path / "0")
-    follower = Resident(other, engine.settings, None)
-    try:
-        with engine.client() as client:
-            with pytest.raises(ConflictError, match=r"this server has 2 ranks .* serve only"):
-                client.create_session("a", LORA)
-            loaded = client.load_adapter("bob", str(path))
-            status = client.status()
-            assert (status.sessions, status.weights_shared_bytes) == ([], 0)
-    finally:
-        engine.close()
-    for payload in engine.payloads:
-        follower.follow()
-        follower.apply(payload)
-        follower.turn()
-    assert set(host.installed) == set(other.installed) == {loaded.lora_id}
-    assert [info.current for info in follower.publisher.adapters()] == [loaded.version]
-    follower.close()
-
-
-def test_a_rank_that_can_not_prepare_what_rank_0_has_does_not_go_on(
-    make_host: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Requests for the adapter would come to it, and the ranks' batches would differ."""
-    host, other = make_host(), make_host()
-    host.num_ranks = other.num_ranks = 2
-    (tmp_path / "0").mkdir()
-    path = write_adapter(tmp_path / "saved", random_adapter(host.config, rank=4, alpha=8.0, seed=0))
-    engine = Engine(host, tmp_path / "0")
-    follower = Resident(other, engine.settings, None)
-    try:
-        with engine.client() as client:
-            client.load_adapter("bob", str(path))
-    finally:
-        engine.close()
-    next(path.glob("*.safetensors")).unlink()
-    with pytest.raises(KtError, match="saved"):
-        for payload in engine.payloads:
-            follower.apply(payload)
-    follower.close()
-
-
 def test_a_request_that_names_another_session_first_is_not_held_up(engine: Engine, client: ResidentClient) -> None:
     """Sessions take turns between microbatches: a short call does not wait for the end of a long one."""
     client.create_session("long", LORA)
@@ -558,6 +402,7 @@ def test_a_session_whose_forward_pass_is_not_finite_is_not_published(
     train(client, "b", 1)
 
 
+@pytest.mark.slow
 def test_probing_leaves_a_session_under_way_as_it_was(start: Callable[..., Engine], tmp_path: Path) -> None:
     """Adapters are loaded again and again between its slices; its losses are bit for bit those without."""
 

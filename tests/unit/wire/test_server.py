@@ -355,6 +355,7 @@ def test_closing_tells_who_gets_no_answer(server: WireServer, peer: Any) -> None
     assert "'waiting' was not executed" in found["waiting"].message
 
 
+@pytest.mark.slow
 def test_closing_waits_for_a_client_that_does_not_read_no_longer_than_its_linger(
     server: WireServer, make_peer: Callable[[], Any]
 ) -> None:

@@ -81,6 +81,8 @@ class FloatTest {
   // All tokens in one call, against every token and every block in a call of its own.
   void same_bits_alone(const PackedCase& weights, int64_t tokens, Random& random) {
     const kt::PackedShape& shape = weights.shape;
+    const std::string what = describe(shape, tokens), of_rows = what + " depends on the other rows",
+                      of_blocks = what + " depends on the other blocks";
     Activations<T> a(tokens, shape, random);
     Result all(tokens, shape.padded_rows()), one(1, shape.padded_rows()), some(tokens, kt::kBlockRows);
     multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = all.rows()});
@@ -89,15 +91,13 @@ class FloatTest {
     };
     for (int64_t m = 0; m < tokens; ++m) {
       multiply_({.rows = 1, .a = a.rows(m), .weights = weights.blocks(), .c = one.rows()});
-      report_.equal(describe(shape, tokens) + " depends on the other rows",
-                    same(one.at(0, 0), all.at(m, 0), shape.padded_rows()));
+      report_.equal(of_rows, same(one.at(0, 0), all.at(m, 0), shape.padded_rows()));
     }
     for (int64_t block = 0; block < shape.blocks(); ++block) {
       const kt::PackedBlocks only{shape, weights.data() + block * shape.block_bytes(), 1};
       multiply_({.rows = tokens, .a = a.rows(0), .weights = only, .c = some.rows()});
       for (int64_t m = 0; m < tokens; ++m) {
-        report_.equal(describe(shape, tokens) + " depends on the other blocks",
-                      same(some.at(m, 0), all.at(m, block * kt::kBlockRows), kt::kBlockRows));
+        report_.equal(of_blocks, same(some.at(m, 0), all.at(m, block * kt::kBlockRows), kt::kBlockRows));
       }
     }
   }
@@ -124,6 +124,7 @@ class FloatTest {
     for (int64_t m = 0; m < tokens; ++m) make(1.0f, &a[static_cast<size_t>(m * cols + m)]);
     std::vector<float> c(static_cast<size_t>(tokens * rows));
     for (const int64_t at_once : {int64_t{1}, tokens}) {
+      const std::string what = describe(shape, at_once) + " changes a code";
       for (int64_t m = 0; m < tokens; m += at_once) {
         multiply_({.rows = at_once,
                    .a = {a.data() + m * cols, cols},
@@ -132,7 +133,7 @@ class FloatTest {
       }
       for (int64_t m = 0; m < tokens; ++m) {
         for (int64_t n = 0; n < rows; ++n)
-          report_.equal(describe(shape, at_once) + " changes a code",
+          report_.equal(what,
                         c[static_cast<size_t>(m * rows + n)] == static_cast<float>(kt::decode(shape, packed, n, m)));
       }
     }

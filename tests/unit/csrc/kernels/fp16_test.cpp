@@ -11,8 +11,8 @@ constexpr uint16_t kInfinity = 0x7c00;
 
 void test_value(float value, uint16_t wanted, Report& report) {
   const auto what = [&] { return "float_to_fp16(" + std::to_string(value) + ")"; };
-  report.equal(what(), kt::float_to_fp16(value) == wanted);
-  report.equal("-" + what(), kt::float_to_fp16(-value) == (wanted | 0x8000));
+  report.equal(what, kt::float_to_fp16(value) == wanted);
+  report.equal([&] { return "-" + what(); }, kt::float_to_fp16(-value) == (wanted | 0x8000));
 }
 
 }  // namespace

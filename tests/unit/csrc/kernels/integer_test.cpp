@@ -106,10 +106,12 @@ Definition define(const kt::Tiles& tiles, const PackedShape& shape, const float*
 void check_quantized(const std::string& what, const Quantized& got, int64_t m, const Definition& wanted,
                      Report& report) {
   for (size_t g = 0; g < wanted.scales.size(); ++g) {
-    const std::string where = what + " row " + std::to_string(m) + " group " + std::to_string(g);
+    const auto where = [&](const char* field) {
+      return [&, field] { return what + " row " + std::to_string(m) + " group " + std::to_string(g) + field; };
+    };
     const auto at = static_cast<int64_t>(g);
-    report.equal(where + ": scale", got.scale(m, at) == wanted.scales[g]);
-    report.equal(where + ": sum", got.sum(m, at) == wanted.sums[g]);
+    report.equal(where(": scale"), got.scale(m, at) == wanted.scales[g]);
+    report.equal(where(": sum"), got.sum(m, at) == wanted.sums[g]);
   }
 }
 
@@ -135,7 +137,7 @@ void check_product(const std::string& what, const std::vector<float>& c, int64_t
       const Sum sum = dot(
           shape.cols, [&](int64_t k) { return weights.at(n, k); },
           [&](int64_t k) { return a[m].values[static_cast<size_t>(k)]; });
-      report.close(what + " row " + std::to_string(m) + " column " + std::to_string(n),
+      report.close([&] { return what + " row " + std::to_string(m) + " column " + std::to_string(n); },
                    static_cast<double>(c[static_cast<size_t>(static_cast<int64_t>(m) * ldc + n)]), sum.value,
                    kSumTolerance, sum.scale);
     }
@@ -250,7 +252,7 @@ void check_codes(const kt::Tiles& tiles, Encoding encoding, Random& random, Repo
     const Definition wanted = define(tiles, shape, in.data() + m * shape.cols);
     for (int64_t k = 0; k < shape.cols; ++k) {
       report.equal(
-          std::string(tiles.name) + " code of column " + std::to_string(k),
+          [&] { return std::string(tiles.name) + " code of column " + std::to_string(k); },
           c[static_cast<size_t>(m * shape.rows + k)] == static_cast<float>(wanted.values[static_cast<size_t>(k)]));
     }
   }

@@ -171,8 +171,8 @@ void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
   report.equal("swiglu writes beyond", std::isnan(h.back()));
   for (size_t i = 0; i < gate.size(); ++i) {
     const long double wanted = gate[i] < -1000 ? 0.0L : kt_test::silu<long double>(gate[i]);
-    report.close("silu of " + std::to_string(gate[i]), silu[i], static_cast<double>(wanted), 3 * 0x1p-24,
-                 0x1p24 * ulp(wanted));
+    report.close([&] { return "silu of " + std::to_string(gate[i]); }, silu[i], static_cast<double>(wanted),
+                 3 * 0x1p-24, 0x1p24 * ulp(wanted));
     report.equal("silu has the sign of the gate", std::signbit(silu[i]) == std::signbit(gate[i]));
     volatile float product = silu[i] * up[i];
     report.equal("swiglu is silu times up", h[i] == product);
@@ -204,8 +204,8 @@ void test_router_functions(const kt::Tiles& tiles, Random& random, Report& repor
   report.equal("sigmoid writes beyond", std::isnan(found.back()));
   for (size_t i = 0; i < from.size(); ++i) {
     const long double wanted = from[i] < -1000 ? 0.0L : sigmoid<long double>(from[i]);
-    report.close("sigmoid(" + std::to_string(from[i]) + ")", found[i], static_cast<double>(wanted), 3 * 0x1p-24,
-                 0x1p24 * ulp(wanted));
+    report.close([&] { return "sigmoid(" + std::to_string(from[i]) + ")"; }, found[i], static_cast<double>(wanted),
+                 3 * 0x1p-24, 0x1p24 * ulp(wanted));
     float alone = kPoison;
     tiles.sigmoid(&from[i], 1, &alone);
     report.equal("sigmoid depends on the place", same_bits(alone, found[i]));
@@ -214,7 +214,7 @@ void test_router_functions(const kt::Tiles& tiles, Random& random, Report& repor
   tiles.exponential(from.data(), 0.0f, count, found.data());
   for (size_t i = 0; i < from.size(); ++i) {
     const long double wanted = from[i] < -1000 ? 0.0L : std::exp(static_cast<long double>(from[i]));
-    report.close("e^" + std::to_string(from[i]), found[i], static_cast<double>(wanted), 3 * 0x1p-24,
+    report.close([&] { return "e^" + std::to_string(from[i]); }, found[i], static_cast<double>(wanted), 3 * 0x1p-24,
                  0x1p24 * ulp(wanted));
     float alone = kPoison;
     tiles.exponential(&from[i], 0.0f, 1, &alone);
@@ -281,7 +281,9 @@ struct ActivatedElement {
 };
 
 void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, Random& random, Report& report) {
-  const std::string name = "activation " + std::to_string(static_cast<int>(activation.kind));
+  const std::string name = "activation " + std::to_string(static_cast<int>(activation.kind)),
+                    of_place = name + " depends on the place", of_isa = name + " depends on the instruction set",
+                    of_gate = name + ": gradient of gate", of_up = name + ": gradient of up";
   const kt::Tiles* portable = nullptr;
   report.equal("there is always a portable set", kt::find_tiles("portable", &portable).ok());
   std::vector<float> gate = arguments(activation, random), up = arguments(activation, random);
@@ -307,11 +309,10 @@ void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, R
     sum += of(g, u) * dh[i];
     scale += std::fabs(of(g, u) * dh[i]);
     const ActivatedElement alone(tiles, activation, gate[i], up[i]);
-    report.equal(name + " depends on the place", same_bits(alone.h, h[i]));
+    report.equal(of_place, same_bits(alone.h, h[i]));
     const ActivatedElement again(*portable, activation, gate[i], up[i]);
-    report.equal(name + " depends on the instruction set", same_bits(alone.h, again.h) &&
-                                                               same_bits(alone.by_gate, again.by_gate) &&
-                                                               same_bits(alone.by_up, again.by_up));
+    report.equal(of_isa, same_bits(alone.h, again.h) && same_bits(alone.by_gate, again.by_gate) &&
+                             same_bits(alone.by_up, again.by_up));
     const auto slope = [&](auto&& at) {  // of the side on which the clamp passes, at its border
       constexpr long double kStep = 1e-7L;
       return (at(kStep) - at(-kStep)) / (2 * kStep);
@@ -320,12 +321,11 @@ void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, R
     const auto is_border = [&](long double x) { return std::fabs(std::fabs(x) - activation.limit) < 1e-5L; };
     if (has_gate && !is_border(g)) {
       const long double wanted = outer * slope([&](long double step) { return of(g + step, u); });
-      report.close(name + ": gradient of gate", dgate[i], static_cast<double>(wanted), 1e-6,
-                   static_cast<double>(std::fabs(outer) * size));
+      report.close(of_gate, dgate[i], static_cast<double>(wanted), 1e-6, static_cast<double>(std::fabs(outer) * size));
     }
     if (!is_border(u)) {
       const long double wanted = outer * slope([&](long double step) { return of(g, u + step); });
-      report.close(name + ": gradient of up", dup[i], static_cast<double>(wanted), 1e-6,
+      report.close(of_up, dup[i], static_cast<double>(wanted), 1e-6,
                    static_cast<double>(std::fabs(outer) * (1 + std::fabs(has_gate ? g : u))));
     }
   }

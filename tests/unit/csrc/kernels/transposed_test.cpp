@@ -115,18 +115,19 @@ void test_product(const kt::Tiles& tiles, const PackedCase& weights, int64_t tok
                                            .accumulate = accumulate});
   const bool exact = sizeof(T) == 4 || weights.shape.format.encoding == kt::Encoding::kBf16;
   const double tolerance = kSumTolerance + (exact ? 0 : 0x1p-8);  // scaled weights are rounded to bf16: 3.9e-3 measured
-  report.equal(name_of<T>(weights) + " writes before", std::isnan(out[0]));
+  const std::string name = name_of<T>(weights), beyond = name + " writes beyond its columns";
+  report.equal(name + " writes before", std::isnan(out[0]));
   for (int64_t m = 0; m < tokens; ++m) {
     for (int64_t j = 0; j < ldo; ++j) {
       const float got = out[static_cast<size_t>(1 + m * ldo + j)];
       if (j >= cols) {
-        report.equal(name_of<T>(weights) + " writes beyond its columns", std::isnan(got));
+        report.equal(beyond, std::isnan(got));
         continue;
       }
       const Sum sum = dot(
           inner, [&](int64_t n) { return in.at(m, n); }, [&](int64_t n) { return weights.at(n, first_col + j); },
           accumulate ? before[static_cast<size_t>(1 + m * ldo + j)] : 0.0);
-      report.close(name_of<T>(weights), got, sum.value, tolerance, sum.scale);
+      report.close(name, got, sum.value, tolerance, sum.scale);
     }
   }
 }

@@ -215,7 +215,8 @@ constexpr double kTolerance = 4 * kFloatRounding;
 void test_values(const kt::AttentionEngine& engine, const Batch& batch, Report& report) {
   std::vector<float> log_sums;
   const Heads out = batch.result(engine, false, &log_sums);
-  report.equal(batch.name() + " writes beside its result", out.neighbours_untouched());
+  const std::string name = batch.name(), of_sums = name + " log of sums", rounded = name + " is not rounded once";
+  report.equal(name + " writes beside its result", out.neighbours_untouched());
   for (const kt::KvSequence& sequence : batch.sequences) {
     for (int64_t t = 0; t < sequence.queries; ++t) {
       for (int64_t h = 0; h < batch.sizes.heads; ++h) {
@@ -224,10 +225,10 @@ void test_values(const kt::AttentionEngine& engine, const Batch& batch, Report& 
         const double tolerance = kTolerance * (1 + wanted.largest_score);
         for (int64_t c = 0; c < batch.sizes.value; ++c) {
           const auto at = static_cast<size_t>(c);
-          report.close(batch.name(), out.at(row, h, c), wanted.out[at], tolerance, wanted.scale[at]);
+          report.close(name, out.at(row, h, c), wanted.out[at], tolerance, wanted.scale[at]);
         }
-        report.close(batch.name() + " log of sums", log_sums[static_cast<size_t>(row * batch.sizes.heads + h)],
-                     wanted.log_sum, tolerance, 1 + std::fabs(wanted.log_sum));
+        report.close(of_sums, log_sums[static_cast<size_t>(row * batch.sizes.heads + h)], wanted.log_sum, tolerance,
+                     1 + std::fabs(wanted.log_sum));
       }
     }
   }
@@ -236,8 +237,7 @@ void test_values(const kt::AttentionEngine& engine, const Batch& batch, Report& 
   for (int64_t t = 0; t < batch.tokens; ++t) {
     for (int64_t h = 0; h < batch.sizes.heads; ++h) {
       for (int64_t c = 0; c < batch.sizes.value; ++c)
-        report.equal(batch.name() + " is not rounded once",
-                     narrow.at(t, h, c) == kt::bf16_to_float(kt::float_to_bf16(out.at(t, h, c))));
+        report.equal(rounded, narrow.at(t, h, c) == kt::bf16_to_float(kt::float_to_bf16(out.at(t, h, c))));
     }
   }
 }
@@ -252,6 +252,7 @@ Heads in_order(const Heads& pool, const Batch& batch, const kt::KvSequence& sequ
 // Every query alone, and in runs, over keys that lie in order: as decoded, as prefilled in pieces, as trained.
 void test_cuts(const kt::AttentionEngine& engine, const Batch& batch, Report& report) {
   const Heads whole = batch.result(engine, batch.bf16.out);
+  const std::string what = batch.name() + " depends on how queries are cut into calls";
   for (const kt::KvSequence& sequence : batch.sequences) {
     const Heads keys = in_order(batch.keys, batch, sequence, batch.sizes.key);
     const Heads values = in_order(batch.value_rows(), batch, sequence, batch.sizes.value);
@@ -271,8 +272,7 @@ void test_cuts(const kt::AttentionEngine& engine, const Batch& batch, Report& re
         kt::attend(engine, call);
       }
       for (int64_t t = 0; t < sequence.queries; ++t)
-        report.equal(batch.name() + " depends on how queries are cut into calls",
-                     out.same_row(t, whole, sequence.first_query + t));
+        report.equal(what, out.same_row(t, whole, sequence.first_query + t));
     }
   }
 }
@@ -287,6 +287,7 @@ void test_threads(const kt::AttentionEngine& engine, const Batch& batch, Report&
 // NaN and Inf in one sequence's q, keys or values reach its own queries that see them.
 void test_not_finite(const kt::AttentionEngine& engine, Batch& batch, Report& report) {
   const Heads clean = batch.result(engine, false);
+  const std::string reaches = batch.name() + ": NaN or Inf in other queries", lost = batch.name() + ": NaN is lost";
   const kt::KvSequence& hit = batch.sequences[1];
   const int64_t query = 2, key = hit.prefix + query;
   const int64_t last_key = batch.sizes.key - 1, last_value = batch.sizes.value - 1;
@@ -307,9 +308,8 @@ void test_not_finite(const kt::AttentionEngine& engine, Batch& batch, Report& re
         const int64_t own = t - hit.first_query;
         const bool is_near = batch.window == 0 || own < query + batch.window;
         const bool sees = own < hit.queries && (place.is_query ? own == query : own >= query && is_near);
-        if (!sees) report.equal(batch.name() + ": NaN or Inf in other queries", out.same_row(t, clean, t));
-        if (sees && std::isnan(value))
-          report.equal(batch.name() + ": NaN is lost", std::isnan(out.at(t, 0, last_value)));
+        if (!sees) report.equal(reaches, out.same_row(t, clean, t));
+        if (sees && std::isnan(value)) report.equal(lost, std::isnan(out.at(t, 0, last_value)));
       }
     }
   }

@@ -117,35 +117,36 @@ struct LinearCase {
 // Values against float64; a bf16 result is the float32 one rounded.
 void test_values(const kt::DenseEngine& engine, const LinearCase& problem, bool with_bias, Report& report) {
   const Matrix y = problem.result(engine, with_bias, false);
-  report.equal(problem.name() + " writes beside its result", y.neighbours_untouched());
+  const std::string name = problem.name(), rounded = name + " is not rounded once";
+  report.equal(name + " writes beside its result", y.neighbours_untouched());
   for (int64_t m = 0; m < problem.rows; ++m) {
     for (int64_t n = 0; n < problem.cols; ++n) {
       const Sum sum = dot(
           problem.inner, [&](int64_t k) { return problem.x.at(m, k); }, [&](int64_t k) { return problem.w.at(n, k); },
           with_bias ? problem.bias.at(0, n) : 0.0);
-      report.close(problem.name(), y.at(m, n), sum.value, kSumTolerance, sum.scale);
+      report.close(name, y.at(m, n), sum.value, kSumTolerance, sum.scale);
     }
   }
   if (!problem.bf16.y) return;
   const Matrix narrow = problem.result(engine, with_bias, true);
-  report.equal(problem.name() + " writes beside its result", narrow.neighbours_untouched());
+  report.equal(name + " writes beside its result", narrow.neighbours_untouched());
   for (int64_t m = 0; m < problem.rows; ++m) {
     for (int64_t n = 0; n < problem.cols; ++n)
-      report.equal(problem.name() + " is not rounded once",
-                   narrow.at(m, n) == kt::bf16_to_float(kt::float_to_bf16(y.at(m, n))));
+      report.equal(rounded, narrow.at(m, n) == kt::bf16_to_float(kt::float_to_bf16(y.at(m, n))));
   }
 }
 
 // Every element alone, as a call of one row and one column.
 void test_elements(const kt::DenseEngine& engine, const LinearCase& problem, Report& report) {
   const Matrix y = problem.result(engine, true, false);
+  const std::string what = problem.name() + " depends on the other rows or columns";
   for (int64_t m = 0; m < problem.rows; ++m) {
     for (int64_t n = 0; n < problem.cols; ++n) {
       Matrix alone(1, 1, false), bias(1, 1, false);
       bias.set(0, 0, problem.bias.at(0, n));
       kt::linear(engine, problem.x.view(m, 1), problem.w.view(n, 1), bias.row_view(), alone.view());
       const float got = alone.at(0, 0), wanted = y.at(m, n);
-      report.equal(problem.name() + " depends on the other rows or columns", std::memcmp(&got, &wanted, 4) == 0);
+      report.equal(what, std::memcmp(&got, &wanted, 4) == 0);
     }
   }
 }
@@ -171,6 +172,7 @@ void test_cuts(const kt::DenseEngine& engine, const LinearCase& problem, Report&
 // NaN and Inf of a row of x, or of w, reach that row, or that column, only.
 void test_not_finite(const kt::DenseEngine& engine, const LinearCase& problem, Report& report) {
   const Matrix clean = problem.result(engine, false, problem.bf16.y);
+  const std::string what = problem.name() + ": NaN or Inf in other rows";
   for (const int64_t k : {int64_t{0}, problem.inner - 1}) {
     LinearCase spoiled = problem;
     spoiled.x.set(1, k, kPoison);
@@ -179,8 +181,7 @@ void test_not_finite(const kt::DenseEngine& engine, const LinearCase& problem, R
     for (int64_t m = 0; m < problem.rows; ++m) {
       for (int64_t n = 0; n < problem.cols; ++n) {
         const bool is_hit = m == 1 ? std::isnan(y.at(m, n)) : n == 2 && std::isinf(y.at(m, n));
-        report.equal(problem.name() + ": NaN or Inf in other rows",
-                     m == 1 || n == 2 ? is_hit : y.at(m, n) == clean.at(m, n));
+        report.equal(what, m == 1 || n == 2 ? is_hit : y.at(m, n) == clean.at(m, n));
       }
     }
   }

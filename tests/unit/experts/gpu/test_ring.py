@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -77,8 +78,10 @@ def test_a_chunk_stays_until_the_next_one_is_asked_for(ring: ExpertRing) -> None
     layer = NumberedLayer()
     with closing(ring.chunks(layer, list(range(9)))) as chunks:
         first = next(chunks)
-        deadline = threading.Event()
-        deadline.wait(0.2)  # time in which a loader without a bound would overwrite the slot
+        deadline = time.monotonic() + 60
+        while sum(count for _, count in layer.calls) < 4 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.2)  # in which a loader without a bound would overwrite the slot
         assert (first.w13[0] == 0).all() and (first.w13[1] == 1).all()
         assert sum(count for _, count in layer.calls) == 4
 

@@ -66,6 +66,7 @@ def test_the_seeds_of_a_batch_survive_the_call(served: SimpleNamespace) -> None:
     assert of.sampling_seed.tolist() == [3, UNSEEDED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [None, (3, 1.0, 0.0), (ALL, 0.75, 0.0), (ALL, 1.0, 0.5)])
 def test_tokens_are_drawn_by_their_probability(limits: tuple[int, float, float] | None) -> None:
     probs = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])

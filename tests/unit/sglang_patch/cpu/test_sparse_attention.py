@@ -35,6 +35,7 @@ def answers(served: Engine, *lengths: int) -> dict[int, tuple[list[int], list[fl
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_chunks_batches_or_cached_prefixes(
     family: str, patched_sglang: None, tmp_path: Path

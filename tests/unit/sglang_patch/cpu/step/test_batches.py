@@ -259,6 +259,7 @@ def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
     assert hidden.shape == (0, served.config["hidden_size"]) and refused == []
 
 
+@pytest.mark.slow
 @pytest.mark.once_a_family
 def test_memory_of_a_large_batch_is_given_back_after_many_small_ones(served: Engine) -> None:
     served.clear()
