@@ -35,7 +35,6 @@ from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.finetuning.directory import claimed_finetuning
-from kt_runtime.serve.hosts.gathering import Gathered, gathered
 from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
@@ -75,6 +74,7 @@ from kt_runtime.wire.address import ipc_path, private_directory
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from kt_runtime.serve.hosts.gathering import Gathered
     from kt_runtime.sglang_patch.frontend.http_server import Engine
     from kt_runtime.sglang_patch.frontend.stalls import Look
     from kt_runtime.sglang_patch.ranks.watch import RankWatch
@@ -142,6 +142,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             held.enter_context(claimed_adapters(adapters, directory))
             for note in check_adapters(adapters):
                 say(note)
+        from kt_runtime.serve.hosts.gathering import gathered  # imports torch
+
         ranks = held.enter_context(gathered(options, place, model, adapters, say))
         registry = joining(options, model.name, model.config, adapters, say)
         finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
@@ -205,7 +207,7 @@ def _run_other_host(
     console: Console,
 ) -> NoReturn:
     from kt_runtime.serve.hosts.other import ServingHost
-    from kt_runtime.sglang_patch.frontend import other_host
+    from kt_runtime.sglang_patch.ranks import other_host
 
     scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
     other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))
@@ -235,7 +237,7 @@ class _Frontend:
         registry: Joining | None = None,
         ranks: Gathered | None = None,
     ) -> None:
-        self._ranks = Gathered({}) if ranks is None else ranks
+        self._ranks = ranks
         self._options, self._model, self._settings, self._console = options, model, settings, console
         self._finetuning, self._registry = finetuning, registry
         self._trainers_key = None if key is None else secrets.token_urlsafe(32)
@@ -253,10 +255,10 @@ class _Frontend:
 
     @property
     def watch(self) -> RankWatch | None:
-        return self._ranks.watch
+        return None if self._ranks is None else self._ranks.watch
 
     def ranks_elsewhere(self) -> Mapping[str, Look]:
-        return self._ranks.elsewhere()
+        return {} if self._ranks is None else self._ranks.elsewhere()
 
     def prepare(self, app: FastAPI) -> None:
         self._door.prepare(app)
@@ -282,8 +284,8 @@ class _Frontend:
             self._door.stalled = engine.stalled
             reserved = self._door.models.reserved
             async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
-                place, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
-                adapters = Adapters(resident, names, engine.num_requests, place, has_hosts=has_hosts)
+                stored, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
+                adapters = Adapters(resident, names, engine.num_requests, stored, has_hosts=has_hosts)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
@@ -339,7 +341,8 @@ class _Frontend:
     def failed(self, what: str, status: int = 1) -> None:
         self._console.show_tail()
         self._console.say(f"kt-runtime: {what}; the server ends")
-        self._ranks.end([f"{what}; the server ends"], status)
+        if self._ranks is not None:
+            self._ranks.end([f"{what}; the server ends"], status)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -350,7 +353,8 @@ class _Frontend:
         shutil.rmtree(self._scratch, ignore_errors=True)
         if (metrics := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
             remove_metrics(Path(metrics))
-        self._ranks.end([], 0)
+        if self._ranks is not None:
+            self._ranks.end([], 0)
         self._console.end()
 
     def _resident_answers(self, *, restored: bool = False) -> bool:

@@ -283,13 +283,19 @@ class Resident:
         with _training_mode():
             self.scheduler.run_short(is_serving)
         # The plan was made before this turn's requests arrived. With targets, their prefill has priority over training.
-        if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
+        load = self._host.load()
+        self.budget.batch(load)
+        if plan.num_slices and not (self.budget.settings.has_target and load.waiting):
             with _training_mode():
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
                 self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
         if self.publisher.has_asked() and self._host.num_ranks == 1:
             self._settle_moves()
+
+    def holds_prompts(self) -> bool:
+        """Whether this turn's batch is a decode step although prompts wait. With one rank only: clocks differ."""
+        return self._host.num_ranks == 1 and self.budget.holds(self._host.load())
 
     def _settle_moves(self) -> None:
         """The frontend mostly answers within a millisecond. The publication's client then need not wait until the next
