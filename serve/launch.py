@@ -58,6 +58,7 @@ from kt_runtime.serve.memory.server import (
     with_microbatch,
 )
 from kt_runtime.serve.metrics_directory import metrics_directory
+from kt_runtime.serve.metrics_directory import remove as remove_metrics
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
@@ -350,6 +351,8 @@ class _Frontend:
         for address in (self._settings.wire_address, self._settings.names_address):
             ipc_path(address).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+        if (metrics := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+            remove_metrics(Path(metrics))
         if self._ranks is not None:
             self._ranks.end([], 0)
         self._console.end()

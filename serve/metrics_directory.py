@@ -38,14 +38,20 @@ def metrics_directory(memory: Path = MEMORY, least_free_bytes: int = LEAST_FREE_
             _remove_left(base)
             path = base / f"metrics-{uuid.uuid4().hex}"
             held.enter_context(exclusive_lock(_lock_of(path), "a server's metrics"))
-            held.callback(_lock_of(path).unlink, missing_ok=True)
-            held.callback(shutil.rmtree, path, ignore_errors=True)
+            held.callback(remove, path)
             path.mkdir(mode=0o700)
         except (OSError, InvalidValueError, ConflictError):
             held.close()
             yield None
         else:
             yield path
+
+
+def remove(path: Path) -> None:
+    """A directory of this module's, or of SGLang's, whose processes have ended: for a process that ends without leaving
+    its blocks."""
+    shutil.rmtree(path, ignore_errors=True)
+    _lock_of(path).unlink(missing_ok=True)
 
 
 def _lock_of(path: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kt_runtime.serve.metrics_directory import metrics_directory
+from kt_runtime.serve.metrics_directory import metrics_directory, remove
 
 HOLDER = """
 import signal, sys
@@ -34,6 +34,13 @@ def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700 and not list(path.iterdir())
         (path / "counter_1.db").write_bytes(b"x")
     assert not list(base(tmp_path).iterdir())
+
+
+def test_it_can_be_removed_before_the_block_ends(tmp_path: Path) -> None:
+    with metrics_directory(tmp_path, 0) as path:
+        assert path is not None
+        remove(path)
+        assert not list(base(tmp_path).iterdir())
 
 
 def test_without_room_or_a_file_system_there_is_none(tmp_path: Path) -> None:
