@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from kt_runtime.priority import give_way
+
 PIECE_BYTES = 2 << 20
 """Of memory that is given back at once: half a millisecond."""
 
@@ -65,6 +67,7 @@ def _to_free() -> queue.SimpleQueue[tuple[Any, ...]]:
     waiting: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()  # its `put` may interrupt another one
 
     def free() -> None:
+        give_way()
         while True:
             _free(waiting.get())
 

@@ -35,7 +35,6 @@ from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.finetuning.directory import claimed_finetuning
-from kt_runtime.serve.hosts.gathering import Gathered, gathered
 from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
@@ -58,6 +57,7 @@ from kt_runtime.serve.memory.server import (
     with_lora_slots,
     with_microbatch,
 )
+from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
@@ -73,6 +73,7 @@ from kt_runtime.wire.address import ipc_path, private_directory
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from kt_runtime.serve.hosts.gathering import Gathered
     from kt_runtime.sglang_patch.frontend.http_server import Engine
     from kt_runtime.sglang_patch.frontend.stalls import Look
     from kt_runtime.sglang_patch.ranks.watch import RankWatch
@@ -140,6 +141,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             held.enter_context(claimed_adapters(adapters, directory))
             for note in check_adapters(adapters):
                 say(note)
+        from kt_runtime.serve.hosts.gathering import gathered  # imports torch
+
         ranks = held.enter_context(gathered(options, place, model, adapters, say))
         registry = joining(options, model.name, model.config, adapters, say)
         finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
@@ -150,6 +153,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             os.environ.setdefault(name, value)
         # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        if (metrics := held.enter_context(metrics_directory())) is not None:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         sglang_arguments = _sglang_arguments(options, model)
         for line in describe_model(options, model, *memory):
             say(line)
@@ -201,7 +206,7 @@ def _run_other_host(
     console: Console,
 ) -> NoReturn:
     from kt_runtime.serve.hosts.other import ServingHost
-    from kt_runtime.sglang_patch.frontend import other_host
+    from kt_runtime.sglang_patch.ranks import other_host
 
     scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
     other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))
@@ -231,7 +236,7 @@ class _Frontend:
         registry: Joining | None = None,
         ranks: Gathered | None = None,
     ) -> None:
-        self._ranks = Gathered({}) if ranks is None else ranks
+        self._ranks = ranks
         self._options, self._model, self._settings, self._console = options, model, settings, console
         self._finetuning, self._registry = finetuning, registry
         self._trainers_key = None if key is None else secrets.token_urlsafe(32)
@@ -249,10 +254,10 @@ class _Frontend:
 
     @property
     def watch(self) -> RankWatch | None:
-        return self._ranks.watch
+        return None if self._ranks is None else self._ranks.watch
 
     def ranks_elsewhere(self) -> Mapping[str, Look]:
-        return self._ranks.elsewhere()
+        return {} if self._ranks is None else self._ranks.elsewhere()
 
     def prepare(self, app: FastAPI) -> None:
         self._door.prepare(app)
@@ -278,8 +283,8 @@ class _Frontend:
             self._door.stalled = engine.stalled
             reserved = self._door.models.reserved
             async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
-                place, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
-                adapters = Adapters(resident, names, engine.num_requests, place, has_hosts=has_hosts)
+                stored, has_hosts = self._settings.adapter_directory, self._options.nnodes > 1
+                adapters = Adapters(resident, names, engine.num_requests, stored, has_hosts=has_hosts)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
@@ -335,7 +340,8 @@ class _Frontend:
     def failed(self, what: str, status: int = 1) -> None:
         self._console.show_tail()
         self._console.say(f"kt-runtime: {what}; the server ends")
-        self._ranks.end([f"{what}; the server ends"], status)
+        if self._ranks is not None:
+            self._ranks.end([f"{what}; the server ends"], status)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -344,7 +350,8 @@ class _Frontend:
         for address in (self._settings.wire_address, self._settings.names_address):
             ipc_path(address).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        self._ranks.end([], 0)
+        if self._ranks is not None:
+            self._ranks.end([], 0)
         self._console.end()
 
     def _resident_answers(self, *, restored: bool = False) -> bool:

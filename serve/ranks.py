@@ -60,13 +60,12 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
     """(option, why) of those that were given and need one rank."""
     grammars = last_value(options.passed_on, "--grammar-backend") or "none"
     given = {
-        ("--exact", "training computes nothing on several"): options.exact,
         ("--cache-host", "the tiers of the prefix cache are one process's"): bool(options.cache_host_bytes),
         ("--cache-disk", "the tiers of the prefix cache are one process's"): bool(options.cache_disk_bytes),
         ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
         ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
-        ("--routing-replay", "it is for training"): bool(options.routing_replay_bytes),
-        ("--finetuning-dir", "several ranks do not train"): options.finetuning_dir not in (None, "off"),
+        ("--routing-replay", "it was not tried on several"): bool(options.routing_replay_bytes),
+        ("--finetuning-dir", "its jobs were not tried on several"): options.finetuning_dir not in (None, "off"),
         ("--lora-memory", "adapters would leave their slots at other times on each rank"): (
             options.lora_memory_bytes is not None
         ),

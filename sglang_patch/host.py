@@ -45,6 +45,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.last_batch",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_is_full",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.reqs",
+    "sglang.srt.managers.schedule_batch.Req.origin_input_ids",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.forward_mode",
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
@@ -66,7 +67,7 @@ class SGLangHost:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
-        self.has_whole_tensors = self.num_ranks == 1
+        self.exchange = group.exchange()
         self.members = members.Members(self._runner.model, settings.host_address)
         self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)
@@ -124,9 +125,15 @@ class SGLangHost:
             requests += last.reqs  # they join the running ones before the next step
         now = time.perf_counter()
         streams = [latencies.stream(each, now) for each in requests if each is not in_chunks and not each.finished()]
-        queued = 0 if running.batch_is_full else len(scheduler.waiting_queue)
+        queued = [] if running.batch_is_full else list(scheduler.waiting_queue)
         decoding = tuple(stream for stream in streams if stream is not None)
-        return Load(decoding, queued + (in_chunks is not None), not scheduler.is_fully_idle())
+        return Load(
+            decoding,
+            len(queued) + (in_chunks is not None),
+            not scheduler.is_fully_idle(),
+            max((latencies.waited(each, now) for each in queued), default=0.0),
+            sum(len(each.origin_input_ids) for each in queued),
+        )
 
     @property
     def latencies(self) -> Latencies:

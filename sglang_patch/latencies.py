@@ -52,3 +52,9 @@ def stream(request: Any, now: float) -> tuple[float, int] | None:
     """Seconds since the request's first token, and its tokens so far; None without one."""
     first = getattr(request, "kt_first_token_time", None)
     return None if first is None else (now - first, len(request.output_ids))
+
+
+def waited(request: Any, now: float) -> float:
+    """Seconds since the request's arrival at the engine; 0 where it is not known."""
+    arrived = request.time_stats.wait_queue_entry_time
+    return max(0.0, now - arrived) if arrived > 0 else 0.0

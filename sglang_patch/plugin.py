@@ -45,7 +45,7 @@ TOUCHED_OTHERWISE = (
     "ranks.group",
     "ranks.members",
     "ranks.deaths",
-    "frontend.other_host",
+    "ranks.other_host",
     "frontend.http_server",
     "frontend.tokenizing",
     "frontend.chat_logprobs",

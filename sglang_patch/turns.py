@@ -8,6 +8,8 @@ SGLang 0.5.23 symbols and reasons:
   0 adds to `local_reqs` to all ranks. The resident's decisions are such entries, so that ranks never disagree.
 - `Scheduler.ingest_requests`: the turn's training slices run after this call, between two of SGLang's batches. Hot
   experts move here too.
+- `Scheduler._should_defer_prefill`: asked before each batch whether prompts wait for another decode step. Beside
+  training, the targets may ask for it (`kt_runtime.resident.pacing.budget`).
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
   sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
   frontend's answers must wake it.
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kt_runtime.priority import come_first, give_way, threads_by_name
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
@@ -32,6 +35,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.ingest_requests",
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
     "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep",
+    "sglang.srt.managers.scheduler.Scheduler._should_defer_prefill",
 )
 
 SWITCH_SECONDS = 0.0005
@@ -54,11 +58,12 @@ def install(hooks: Hooks) -> None:
     """Hooks the processes of `kt-runtime serve`. Does nothing in any other SGLang process."""
     if ResidentSettings.from_environment() is None:
         return
-    run_event_loop, ingest_requests, recv_requests, maybe_sleep = SYMBOLS
+    run_event_loop, ingest_requests, recv_requests, maybe_sleep, should_defer_prefill = SYMBOLS
     hooks.around(run_event_loop, _build_resident)
     hooks.around(ingest_requests, _turn)
     hooks.around(recv_requests, _with_decisions)
     hooks.around(maybe_sleep, _sleep)
+    hooks.around(should_defer_prefill, _defers)
 
 
 def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +74,7 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
     settings = ResidentSettings.from_environment()
     assert settings is not None
     sys.setswitchinterval(SWITCH_SECONDS)
+    _prefer_engine()
     group.agree_on_tokens()
     host = SGLangHost(scheduler, settings)
     _members = host.members
@@ -83,6 +89,16 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
             return original(scheduler, *args, **kwargs)
     finally:
         _resident.close()
+
+
+def _prefer_engine() -> None:
+    """The threads that are there now compute the batches, but for gloo's: they look for messages of other ranks a
+    hundred times a second, each taking the processor from a decode step."""
+    for thread, name in threads_by_name().items():
+        if name.startswith("gloo") and group.num_ranks() == 1:
+            give_way(thread)
+        else:
+            come_first(thread)
 
 
 def _with_decisions(
@@ -111,6 +127,15 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         if group.rank() == 0 and _metrics.is_due:
             _metrics.publish(_resident.training_turns())
     return received
+
+
+def _defers(original: Callable[..., bool], scheduler: Any, running_batch: Any) -> bool:
+    if original(scheduler, running_batch):
+        return True
+    if _resident is None or running_batch.is_empty() or running_batch.is_prefill_only:
+        return False
+    has_prompts = bool(scheduler.waiting_queue) and scheduler.chunked_req is None
+    return has_prompts and bool(_resident.holds_prompts())
 
 
 def has_work() -> bool:

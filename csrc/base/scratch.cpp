@@ -1,8 +1,11 @@
 #include "base/scratch.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <new>
 #include <vector>
 
 namespace kt {
@@ -10,14 +13,22 @@ namespace {
 
 struct ThreadScratch;
 
+void keep_own_thread();
+
 // Never destroyed: threads may end after static objects are gone.
 struct Threads {
   std::mutex mutex;
   std::vector<ThreadScratch*> all;
   std::atomic<int64_t> bytes{0};
   static Threads& instance() {
-    static Threads* const threads = new Threads;
+    static Threads* const threads = made();
     return *threads;
+  }
+
+ private:
+  static Threads* made() {
+    (void)pthread_atfork(nullptr, nullptr, keep_own_thread);
+    return new Threads;
   }
 };
 
@@ -38,6 +49,15 @@ struct ThreadScratch {
     return scratch;
   }
 };
+
+// In a forked child, which has one thread. Other threads' objects lie in memory that its new threads get.
+void keep_own_thread() {
+  Threads& threads = Threads::instance();
+  new (&threads.mutex) std::mutex;
+  threads.all.clear();
+  ThreadScratch& own = ThreadScratch::own();
+  if (threads.all.empty()) threads.all.push_back(&own);
+}
 
 // Calls body(object) for every ThreadMemory of the threads that are not in an operation.
 template <class Body>

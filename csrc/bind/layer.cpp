@@ -36,9 +36,10 @@ const char* kind_name(StatusCode code) {
 
 constexpr const char* kSlotTensors[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
 
-// Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling, dropout, seed), pairs of capsules or of
-// None.
-std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& shape, bool gradients) {
+// Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling, dropout, seed, tokens, first_expert),
+// pairs of capsules or of None; tokens may be None. `num_tokens`: of the call.
+std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& shape, int64_t num_tokens,
+                                  bool gradients) {
   const std::vector<DType> dtypes =
       gradients ? std::vector<DType>{DType::kF32} : std::vector<DType>{DType::kF32, DType::kBf16};
   std::vector<LoraSlot> parsed;
@@ -71,6 +72,11 @@ std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& 
     slot.seed = fields[8].cast<uint64_t>();
     if (!(slot.dropout >= 0.0f && slot.dropout < 1.0f))
       throw BindError{"invalid_value", prefix + "dropout is " + std::to_string(slot.dropout) + ", expected [0, 1)"};
+    if (!fields[9].is_none()) {
+      const std::string name = prefix + "tokens";
+      slot.tokens = view_of(fields[9], {.name = name.c_str(), .dtypes = {DType::kI64}, .shape = {num_tokens}});
+    }
+    slot.first_expert = fields[10].cast<int64_t>();
   }
   return parsed;
 }
@@ -82,7 +88,7 @@ RoutedCall parse_call(const ExpertShape& shape, py::handle x, py::handle ids, py
   const int64_t tokens = call.x.shape[0];
   call.ids = view_of(ids, {.name = "ids", .dtypes = {DType::kI32, DType::kI64}, .shape = {tokens, -1}});
   call.weights = view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, call.ids.shape[1]}});
-  call.slots = parse_slots(slots, shape, false);
+  call.slots = parse_slots(slots, shape, tokens, false);
   if (!token_slots.is_none())
     call.token_slots = view_of(token_slots, {.name = "token_slots", .dtypes = {DType::kI32}, .shape = {tokens}});
   return call;
@@ -176,12 +182,13 @@ void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py
   const TensorView grad =
       view_of(grad_out, {.name = "grad_out", .dtypes = {DType::kF32, DType::kBf16}, .shape = shape});
   RoutedGradients gradients;
-  gradients.x = view_of(x_grad, {.name = "gradient of x", .dtypes = {call.x.dtype}, .shape = shape, .written = true});
+  gradients.x = view_of(
+      x_grad, {.name = "gradient of x", .dtypes = {call.x.dtype, DType::kF32}, .shape = shape, .written = true});
   gradients.weights = view_of(weights_grad, {.name = "gradient of weights",
                                              .dtypes = {DType::kF32},
                                              .shape = {shape[0], call.ids.shape[1]},
                                              .written = true});
-  gradients.slots = parse_slots(slot_grads, layer_->shape(), true);
+  gradients.slots = parse_slots(slot_grads, layer_->shape(), shape[0], true);
   if (gradients.slots.size() != call.slots.size()) throw BindError{"invalid_value", "one gradient slot for each slot"};
   for (size_t i = 0; i < call.slots.size(); ++i) {
     for (int part = 0; part < kNumProjections; ++part) {

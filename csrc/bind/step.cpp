@@ -141,7 +141,7 @@ class LayerReader {
     attention.keys = tensor("keys", {key_size(0), key_size(1), key_size(2)}, true);
     const int64_t key_heads = attention.keys.shape[1], size = attention.keys.shape[2];
     if (size < rotated) {
-      fail(tensor.prefix() + "keys has heads of " + std::to_string(size) + " elements; angles turn " +
+      fail(tensor.prefix() + "keys has heads of " + std::to_string(size) + " elements; the angles rotate " +
            std::to_string(rotated));
     }
     if (key_heads < 1 || heads % key_heads != 0) {

@@ -72,7 +72,7 @@ struct NormRows {
   bool offset = false;
 };
 
-// Rotary embedding of one token's heads, in place: the two elements of each of a head's `half` pairs turn by the
+// Rotary embedding of one token's heads, in place: the two elements of each of a head's `half` pairs rotate by the
 // token's angle i. Pair i is elements i and half + i, or 2 i and 2 i + 1 if `interleaved`. With T the dtype of `x` and
 // `angles`, (a, b) a pair, and every product and sum rounded to T:
 //

@@ -33,6 +33,9 @@ enum class Scales : uint8_t {
 };
 
 constexpr int64_t kSuperGroup = 256;
+// The largest e of Scales::kExponent that is read: its scale is the last power of two below 1e30, beyond which a weight
+// could overflow float32.
+constexpr int kMostExponent = 226;
 
 // Of e2m1 by its code: sign, two bits of exponent, one of mantissa.
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};

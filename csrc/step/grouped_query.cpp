@@ -54,7 +54,7 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
                              .offset = work.stack.offset_norms});
         }
       };
-      const auto turn = [&](void* rows, int64_t num_heads, int64_t stride, const TensorView& weight) {
+      const auto norm_and_rotate = [&](void* rows, int64_t num_heads, int64_t stride, const TensorView& weight) {
         if (!layer.norms_last) normalise(rows, num_heads, stride, weight);
         if (layer.rotates) {
           kernels.rotate({.heads = num_heads,
@@ -65,8 +65,8 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
         }
         if (layer.norms_last) normalise(rows, num_heads, stride, weight);
       };
-      turn(element_of(qkv, t), heads, distance, layer.query_norm);
-      turn(keys, key_heads, size, layer.key_norm);
+      norm_and_rotate(element_of(qkv, t), heads, distance, layer.query_norm);
+      norm_and_rotate(keys, key_heads, size, layer.key_norm);
       for (int64_t head = 0; layer.is_gated && head < heads; ++head)
         std::memcpy(element_of(gates, t, head * size), element_of(qkv, t, head * distance + size), head_bytes);
       if (layer.temperatures.present()) {

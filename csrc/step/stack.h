@@ -33,8 +33,8 @@ struct StackLinear {
   LowRankPool lora;
 };
 
-// Grouped-query attention. The rotary embedding turns the first elements of each head, as many as `angles` has columns.
-// `is_gated`: behind each head's query, `qkv` has as many gates, whose sigmoids multiply the head's output.
+// Grouped-query attention. The rotary embedding rotates the first elements of each head, as many as `angles` has
+// columns. `is_gated`: behind each head's query, `qkv` has as many gates, whose sigmoids multiply the head's output.
 // Llama 4: some layers rotate nothing and multiply a token's queries by a temperature instead, the others see the keys
 // of their own chunk of the sequence only (`Stack::chunk`).
 struct GroupedQuery {
@@ -145,7 +145,7 @@ struct Stack {
   float epsilon;                         // of every norm
   float scaling;                         // of the queries
   bool offset_norms;                     // the weights of norms are offsets from one
-  bool interleaved;                      // the rotary embedding turns adjacent elements
+  bool interleaved;                      // the rotary embedding rotates adjacent elements
   bool weighs_input;                     // a token's routing weights, one expert's, multiply the experts' input
   int64_t chunk;                         // of chunked layers: keys that one query sees at most; 0: there are none
   int64_t lora_slots, lora_rank;         // L, R; 0 without a pool

@@ -37,11 +37,11 @@ struct Stage {
 
   int64_t ranges(int node) const { return (spans[node].size + at_once - 1) / at_once; }
   int64_t num_tasks(int node) const { return items * ranges(node); }
-  // `turn`: after how many tasks of its node a thread takes one again; 0: not known.
-  Range range(int node, int64_t task, int64_t turn = 0) const {
+  // `stride`: from a task of the node to the next one that the same thread takes; 0: not known.
+  Range range(int node, int64_t task, int64_t stride = 0) const {
     const int64_t begin = task % ranges(node) * at_once;
     Range found{node, task / ranges(node), spans[node].first + begin, std::min(at_once, spans[node].size - begin)};
-    if (const int64_t next = task + turn; turn > 0 && next < num_tasks(node)) {
+    if (const int64_t next = task + stride; stride > 0 && next < num_tasks(node)) {
       found.next_item = next / ranges(node);
       found.next_first = spans[node].first + next % ranges(node) * at_once;
     }
@@ -91,7 +91,7 @@ void run(const Plan& plan, Body&& body) {
   struct Task {
     const Stage* stage;
     Body* body;
-    int64_t turn;
+    int64_t stride;
   } tasks[kMaxPhases];
   Phase phases[kMaxPhases];
   int count = 0;
@@ -104,7 +104,7 @@ void run(const Plan& plan, Body&& body) {
     phase.bound = stage.bound;
     phase.task = [](void* self, int node, int64_t task) {
       const Task& t = *static_cast<Task*>(self);
-      (*t.body)(t.stage->step, t.stage->range(node, task, t.turn));
+      (*t.body)(t.stage->step, t.stage->range(node, task, t.stride));
     };
   }
   ThreadPool::instance().run_phases(phases, count, plan.num_threads);

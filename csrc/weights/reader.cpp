@@ -15,7 +15,6 @@ namespace {
 
 // Beyond it a weight would overflow float32 in the arithmetic.
 constexpr float kScaleLimit = 1e30f;
-constexpr int kMostExponent = 226;  // the largest of a power of two below it
 
 int64_t element_bytes(const TensorPart& part) {
   const std::string& dtype = part.tensor.entry->dtype;

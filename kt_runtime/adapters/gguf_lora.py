@@ -1,11 +1,13 @@
 """LoRA adapters as GGUF files, as llama.cpp's `convert_lora_to_gguf.py` writes them and `llama-adapter.cpp` reads them.
 
-Keys: general.type "adapter", general.architecture, adapter.type "lora", adapter.lora.alpha (float32). Each module has
-two tensors, `blk.0.attn_q.weight.lora_a` [R, in] and `.lora_b` [out, R]; routed experts are stacked,
-`blk.0.ffn_gate_exps.weight.lora_a` [E, R, in]. Names are those of the `gguf` package's map for the architecture. The
-scaling of a module is alpha / R with R its own rank; without an alpha, or with 0, it is 1. Of a `llama` (Mixtral) the
-rows of q_proj's and k_proj's B are those of the file's matrices: the halves of each head are interleaved
-(`families.gguf.interleaved_heads`). In the other architectures they keep their order.
+Keys: general.type "adapter", general.architecture, adapter.type "lora", adapter.lora.alpha (float32). Each matrix of
+the model's file has two tensors, `blk.0.attn_q.weight.lora_a` [R, in] and `.lora_b` [out, R]; routed experts are
+stacked, `blk.0.ffn_gate_exps.weight.lora_a` [E, R, in]. The scaling of a pair is alpha / R with R its own rank; without
+an alpha, or with 0, it is 1.
+
+`families.gguf.ways_of_linear` says which matrices of the model's file hold a module's, and in which order. B has the
+file's order of rows, A its order of columns: of Mixtral's q_proj and k_proj, of Qwen3.5's Gated DeltaNet layers. A
+module in two matrices (Qwen3-Next's `in_proj_qkvz`: attn_qkv and attn_gate) has two pairs with one A.
 
 kv_b_proj can't be exported. llama.cpp splits it into attn_k_b, transposed, and attn_v_b; its converter has no such form
 for LoRA, and its graph multiplies both without LoRA. Older files, without that split, have `attn_kv_b`, which is read.
@@ -16,8 +18,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,7 @@ from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_group
 from kt_runtime.adapters.validator import check_adapter, check_rank, check_shape, unknown_module
 from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family, LoraModule
-from kt_runtime.families.gguf import interleaved_heads
+from kt_runtime.families.gguf import Held, ways_of_linear
 from kt_runtime.files import write_new_file
 
 if TYPE_CHECKING:
@@ -40,18 +42,21 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
+_KEY = re.compile(r"(?P<matrix>.+\.weight)\.lora_(?P<letter>[ab])")
 
 WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `write_gguf_adapter`
 
 COMPARED = (
     *("qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe"),
     *("glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    *("gpt_oss", "llama4_text", "qwen3_next", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa"),
 )
-"""The families whose files were compared with llama.cpp. Of others' q_proj and k_proj it may permute the rows."""
+"""The families whose files were compared with llama.cpp. Of others it may order rows in its own way."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
-NOT_APPLIED = {"deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
-"""llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
+_COMPRESSED = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+NOT_APPLIED = {"deepseek2": _COMPRESSED, "deepseek32": _COMPRESSED, "glm-dsa": _COMPRESSED}
+"""llama.cpp loads these parts, but its graphs (src/models/deepseek2.cpp and the others, seen until October 2026) do not
+use them."""
 
 
 def read_gguf_adapter(
@@ -65,12 +70,13 @@ def read_gguf_adapter(
     where = str(place)
     _require_compared(family, where)
     with open_directory(place.parent.resolve()) as directory:
-        data = directory.read(place.name, largest_file(family, config, max_rank) + MAX_HEADER_BYTES)
+        # A module in two matrices has its A twice.
+        data = directory.read(place.name, 2 * largest_file(family, config, max_rank) + MAX_HEADER_BYTES)
     file = parse_gguf(data, where)
     alpha = _check_keys(file, family, where)
     parts = _parts(file, alpha, family, config, max_rank, where)
-    ranks = {part.pair.a.shape[-2] for part in parts}
-    common = alpha if alpha and len(ranks) == 1 else None
+    forms = {(part.pair.a.shape[-2], part.scaling) for part in parts}
+    common = alpha if alpha and len(forms) == 1 and all(scaling == alpha / rank for rank, scaling in forms) else None
     adapter, filled = folded_whole(parts, common, family, config, max_rank, where)
     return replace(adapter, notes=(*adapter.notes, *filler_notes(filled)))
 
@@ -102,11 +108,12 @@ def write_gguf_adapter(
         )
     if not used:
         raise AdapterError(f"{path}: the adapter changes nothing: every A or B is zero")
-    names = tensor_names(family, config)
+    modules = {module.name: module for module in family.lora_modules(config)}
     tensors = {
-        f"{names[name]}.weight.lora_{letter}": tensor
+        f"{matrix}.lora_{letter}": tensor
         for name, pair in used.items()
-        for letter, tensor in zip("ab", (pair.a, _interleaved(pair.b, _heads(config, name))), strict=True)
+        for matrix, stored in _stored_pairs(pair, ways_of_linear(config, modules[name])[0])
+        for letter, tensor in zip("ab", stored, strict=True)
     }
     write_new_file(path, partial(_write, tensors, family.gguf_architecture, adapter.alpha, base_model, dtype))
 
@@ -137,18 +144,27 @@ def not_applied(adapter: AdapterTensors, family: Family) -> list[str]:
     return sorted(used & set(NOT_APPLIED.get(family.gguf_architecture, ())))
 
 
-def tensor_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
-    """The GGUF name, without `.weight`, of every module that LoRA may adapt: `model.layers.0.mlp.gate_proj` is
-    `blk.0.ffn_gate`."""
-    import gguf  # takes half a second, and only this function needs it
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a matrix of the model's file is: part `number` of the way `held` in which a file holds `module`'s matrix."""
 
-    architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[family.gguf_architecture]
-    modules = family.lora_modules(config)
-    known = gguf.get_tensor_name_map(architecture, max(module.layer for module in modules) + 1)
-    names = {module.name: known.get_name(module.name) for module in modules}
-    missing = [name for name, found in names.items() if found is None]
-    assert not missing, f"the gguf package has no name for {missing[0]}"
-    return {name: str(found) for name, found in names.items()}
+    module: LoraModule
+    held: Held
+    number: int
+
+    @property
+    def rows(self) -> int:
+        return self.held.parts[self.number].shape[-2]
+
+
+def places(family: Family, config: Mapping[str, Any]) -> dict[str, Place]:
+    """By name, such as `blk.0.ffn_gate.weight`, the matrices of a model's file for which LoRA is read."""
+    return {
+        part.name: Place(module, held, number)
+        for module in family.lora_modules(config)
+        for held in ways_of_linear(config, module)
+        for number, part in enumerate(held.parts)
+    }
 
 
 def _check_keys(file: GgufFile, family: Family, where: str) -> float:
@@ -174,72 +190,118 @@ def _parts(
     file: GgufFile, alpha: float, family: Family, config: Mapping[str, Any], max_rank: int, where: str
 ) -> list[Part]:
     """One part per dense module and per expert, in the model's order. A tensor that is not used raises AdapterError."""
-    modules, names = family.lora_modules(config), tensor_names(family, config)
-    module_of = {names[module.name]: module for module in modules}
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    known = places(family, config)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in file.tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise AdapterError(f"{where}: unknown tensor {key!r}; expected NAME.weight.lora_a or NAME.weight.lora_b")
-        if match["base"] not in module_of:
-            raise _unknown(match["base"], module_of, family, f"{where}: unknown tensor {key!r}")
-        pairs.setdefault(match["base"], {})[match["letter"]] = tensor
-    if not pairs:
+        if match["matrix"] not in known:
+            raise _unknown(match["matrix"], known, family, f"{where}: unknown tensor {key!r}")
+        tensors.setdefault(match["matrix"], {})[match["letter"]] = tensor
+    if not tensors:
         raise AdapterError(f"{where}: has no LoRA tensors")
-    order = {module.name: position for position, module in enumerate(modules)}
-    named = sorted(pairs.items(), key=lambda item: order[module_of[item[0]].name])
-    return [
-        part
-        for base, pair in named
-        for part in _module_parts(
-            base, pair, module_of[base], alpha, max_rank, where, _heads(config, module_of[base].name)
-        )
-    ]
+    found: dict[str, dict[int, _Stored]] = {}
+    for matrix, halves in tensors.items():
+        stored = _checked(matrix, halves, known[matrix], alpha, max_rank, where)
+        of_module = found.setdefault(stored.place.module.name, {})
+        other = next((one for one in of_module.values() if one.place.held is not stored.place.held), None)
+        if other is not None:
+            raise AdapterError(f"{where}: {other.matrix!r} and {matrix!r} hold the same weights; LoRA for one is read")
+        of_module[stored.place.number] = stored
+    ordered = [found[module.name] for module in family.lora_modules(config) if module.name in found]
+    return [part for stored in ordered for part in _module_parts(stored, max_rank, where)]
 
 
-def _module_parts(
-    base: str,
-    pair: Mapping[str, torch.Tensor],
-    module: LoraModule,
-    alpha: float,
-    max_rank: int,
-    where: str,
-    interleaved_heads: int,
-) -> Iterable[Part]:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The pair of one matrix of the file."""
+
+    matrix: str
+    place: Place
+    pair: LoraPair
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.pair.a.shape[-2]
+
+
+def _checked(
+    matrix: str, halves: Mapping[str, torch.Tensor], place: Place, alpha: float, max_rank: int, where: str
+) -> _Stored:
     for letter in "ab":
-        if letter not in pair:
-            raise AdapterError(f"{where}: '{base}.weight.lora_{letter}' is missing; its other half is there")
-    a, b = pair["a"], pair["b"]
-    rank = check_rank(int(a.shape[-2]) if a.dim() > 1 else 0, max_rank, where, f"'{base}.weight.lora_a': its rank")
-    for letter, expected in zip("ab", expected_shapes(module, rank), strict=True):
-        check_shape(f"{base}.weight.lora_{letter}", pair[letter], expected, where)
-    scaling = alpha / rank if alpha else 1.0
-    if not module.num_experts:
-        return [Part(module, None, LoraPair(a, _with_halves(b, interleaved_heads)), scaling)]
-    return [Part(module, expert, LoraPair(a[expert], b[expert]), scaling) for expert in range(module.num_experts)]
+        if letter not in halves:
+            raise AdapterError(f"{where}: '{matrix}.lora_{letter}' is missing; its other half is there")
+    a, b = halves["a"], halves["b"]
+    rank = check_rank(int(a.shape[-2]) if a.dim() > 1 else 0, max_rank, where, f"'{matrix}.lora_a': its rank")
+    shapes = expected_shapes(replace(place.module, out_features=place.rows), rank)
+    for letter, expected in zip("ab", shapes, strict=True):
+        check_shape(f"{matrix}.lora_{letter}", halves[letter], expected, where)
+    return _Stored(matrix, place, LoraPair(a, b), alpha / rank if alpha else 1.0)
 
 
-def _heads(config: Mapping[str, Any], module: str) -> int:
-    return interleaved_heads(config, f"{module}.weight")
+def _module_parts(stored: Mapping[int, _Stored], max_rank: int, where: str) -> Iterable[Part]:
+    """`stored`: the pairs of a module's matrices, by their numbers."""
+    first = next(iter(stored.values()))
+    module, held = first.place.module, first.place.held
+    if module.num_experts:
+        a, b = first.pair
+        return [Part(module, expert, LoraPair(a[expert], b[expert]), first.scaling) for expert in range(len(a))]
+    pair = first.pair
+    if len(held.parts) > 1:
+        pair = _joined([stored.get(number) for number in range(len(held.parts))], held, first)
+        label = " and ".join(f"{one.matrix!r}" for one in stored.values())
+        check_rank(pair.a.shape[0], max_rank, where, f"{label}: their rank together")
+    a = pair.a if held.columns is None else pair.a[:, torch.tensor(held.columns).argsort()]
+    b = pair.b if held.rows is None else pair.b[torch.tensor(held.rows).argsort()]
+    return [Part(module, None, LoraPair(a, b), first.scaling)]
 
 
-def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """[heads * size, R]: in each head a row of the first half, then the one of the second half, and so on."""
-    return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
+def _joined(stored: Sequence[_Stored | None], held: Held, first: _Stored) -> LoraPair:
+    """One pair for the rows of all matrices, at the scaling of `first`. None: LoRA does not change this matrix.
+
+    Pairs with one A keep it. Otherwise the ranks add up, and each matrix has columns of its own in B.
+    """
+    present = [one for one in stored if one is not None]
+    share = all(
+        one.scaling == first.scaling
+        and one.pair.a.dtype == first.pair.a.dtype
+        and torch.equal(one.pair.a, first.pair.a)
+        for one in present
+    )
+    rank = first.rank if share else sum(one.rank for one in present)
+    rows, start = [], 0
+    for one, part in zip(stored, held.parts, strict=True):
+        b = torch.zeros(part.shape[0], rank, dtype=first.pair.b.dtype if one is None else one.pair.b.dtype)
+        if one is not None:
+            b[:, start : start + one.rank] = one.pair.scaled(one.scaling / first.scaling).b
+            start += 0 if share else one.rank
+        rows.append(b)
+    a = first.pair.a if share else torch.cat([one.pair.a for one in present])
+    return LoraPair(a, torch.cat(rows))
 
 
-def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """What `_interleaved` was made of."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _unknown(base: str, known: Mapping[str, LoraModule], family: Family, where: str) -> AdapterError:
+def _stored_pairs(pair: LoraPair, held: Held) -> Iterator[tuple[str, LoraPair]]:
+    """(matrix of the file, its pair) for a module's pair."""
+    a = pair.a if held.columns is None else pair.a[:, torch.tensor(held.columns)]
+    b = pair.b if held.rows is None else pair.b[torch.tensor(held.rows)]
+    for part, rows in zip(held.parts, b.split([part.shape[-2] for part in held.parts], -2), strict=True):
+        yield part.name, LoraPair(a, rows)
+
+
+def _unknown(matrix: str, known: Mapping[str, Place], family: Family, where: str) -> AdapterError:
+    base = matrix.removesuffix(".weight")
     last = base.rpartition(".")[2]
     if last in ("attn_k_b", "attn_v_b"):
         return AdapterError(f"{where}: a half of kv_b_proj, for which llama.cpp itself has no LoRA")
     if last in ("token_embd", "output", "ffn_gate_inp"):
         return AdapterError(f"{where}: router, embeddings and lm_head are never adapted here")
-    return unknown_module(base, list(known), family, where)
+    return unknown_module(base, [name.removesuffix(".weight") for name in known], family, where)
 
 
 def _write(

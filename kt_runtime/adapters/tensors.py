@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kt_runtime import priority
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
 from kt_runtime.mapped import array_of, free_elsewhere, mapped
@@ -40,8 +41,6 @@ _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
 LARGE_BYTES = 32 << 20
 """Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends within a decode step."""
-NICENESS = 5
-"""What threads that give way add to the process's: beside the engine a third of its time on a processor (sched(7))."""
 _SPARE: list[mmap.mmap] = []
 _KEEPS_SPARE = threading.Event()
 
@@ -256,13 +255,9 @@ def without_openmp() -> None:
 
 
 def give_way(num_bytes: int = LARGE_BYTES) -> None:
-    """For work on `num_bytes`, if they are many: from now on this thread, and those that it starts, get less of a busy
-    processor than the engine's threads. There is no way back without privileges (setpriority(2); Linux counts by
-    thread)."""
+    """For work on `num_bytes`, if they are many: as `priority.give_way`."""
     if num_bytes >= LARGE_BYTES:
-        with contextlib.suppress(OSError):
-            niceness = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        priority.give_way()
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:

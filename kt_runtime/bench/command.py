@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kt_runtime.bench.measuring import Say, measures
-from kt_runtime.bench.scale.command import ranks, scale
+from kt_runtime.bench.scale.command import scale
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def command() -> None:
 
 
 command.add_command(scale)
-command.add_command(ranks)
 
 
 @command.command(name="experts")

@@ -6,7 +6,8 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 PRESET = "bench-qwen3-moe"
 """The model of every benchmark that is not told another one."""
-DTYPES = ("bfloat16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPES = tuple(DTYPE_BYTES)
 
 
 def check_number(name: str, value: int, lowest: int = 1, highest: int | None = None, why: str = "") -> None:

@@ -142,7 +142,7 @@ def _node_lines(memory_nodes: dict[str, Any]) -> list[str]:
 
 
 def recommended_processes(memory_nodes: dict[str, Any]) -> str:
-    """One process, or a rank on each memory node, with the reason. `bench ranks` compares them on this machine."""
+    """One process, or a rank on each memory node, with the reason. `bench scale --ranks` compares them."""
     num_nodes, refusal = len(memory_nodes["nodes"]), memory_nodes["refusal"]
     if num_nodes < 2:
         return "one: there is one memory node"

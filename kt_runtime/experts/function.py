@@ -5,21 +5,58 @@ Between forward and backward, the operation keeps the layer's activations, or on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kt_runtime.experts.collected import Place, place_of
-from kt_runtime.experts.layer import ExpertLayer
-from kt_runtime.experts.values import LoraSlot
+from kt_runtime.experts.values import ExpertGradients, LoraSlot
+
+
+class Differentiated(Protocol):
+    """`ExpertLayer`, or another layer with its passes (`kt_runtime.ranks.TrainedExperts`)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        slots: Sequence[LoraSlot | None] = (),
+        token_slots: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def forward_retaining(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        slots: Sequence[LoraSlot | None] = (),
+        token_slots: Tensor | None = None,
+    ) -> tuple[Tensor, Any]: ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        slots: Sequence[LoraSlot | None] = (),
+        token_slots: Tensor | None = None,
+        into: Sequence[LoraSlot | None] | None = None,
+        retained: Any = None,
+    ) -> ExpertGradients: ...
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: ExpertLayer,
+        layer: Differentiated,
         lora: LoraSlot | None,
         compute: bool,
         retain: bool,
@@ -67,7 +104,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def routed_experts(
-    layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None, *, retain: bool = True
+    layer: Differentiated, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None, *, retain: bool = True
 ) -> Tensor:
     """ExpertLayer.forward with gradients for x, weights and the tensors of `lora`, each in its own dtype.
 
@@ -80,7 +117,7 @@ def routed_experts(
 
 
 def routed_experts_for_backward(
-    layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None
+    layer: Differentiated, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None
 ) -> Tensor:
     """`routed_experts` without forward: the result is zeros [T, H], the gradients are bit-identical to the real ones.
 

@@ -132,12 +132,14 @@ class ExpertLayer:
         token_slots: Tensor | None = None,
         into: Sequence[LoraSlot | None] | None = None,
         retained: Retained | StreamedActivations | None = None,
+        by_x: Tensor | None = None,
     ) -> ExpertGradients:
         """Gradients of `forward` with the other arguments, for grad_out [T, H].
 
         retained: the result of `forward_retaining` with the same arguments; None: activations are recomputed,
         bit-identically. The gradient treats rounding of activations to bfloat16 or int8 as the identity. The slots'
-        gradients are added to `into` if given (float32 tensors of the slots' shapes), else are new tensors.
+        gradients are added to `into` if given (float32 tensors of the slots' shapes), else are new tensors. `by_x`:
+        where the gradient of x is written, if given: in x's dtype, or float32, in CPU memory.
         """
         require_tensor(x, "x")
         require_tensor(weights, "weights")
@@ -151,8 +153,10 @@ class ExpertLayer:
         if len(given) != len(slots):
             raise InvalidValueError(f"into has {len(given)} entries for {len(slots)} slots")
         grads = [g if g is not None or s is None else s.zeros() for s, g in zip(slots, given, strict=True)]
+        if by_x is None:
+            by_x = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         result = ExpertGradients(
-            torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False),
+            by_x,
             torch.empty_like(weights, memory_format=torch.contiguous_format, requires_grad=False),
             grads,
         )
@@ -241,7 +245,8 @@ def _capsules(call: ExpertCall) -> tuple[Any, Any, Any, list[tuple[Any, ...] | N
 
 
 def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:
-    """Slots for the native side: each has six tensors in the order of LORA_TENSORS, scaling, dropout and its seed."""
+    """Slots for the native side: each has six tensors in the order of LORA_TENSORS, scaling, dropout and its seed, and
+    the numbers of tokens and experts that dropout counts."""
     return [None if slot is None else _one_slot(slot, f"slots[{i}]") for i, slot in enumerate(slots)]
 
 
@@ -250,4 +255,5 @@ def _one_slot(slot: LoraSlot, where: str) -> tuple[Any, ...]:
         None if tensor is None else capsule(tensor, f"{where}.{name}")
         for name, tensor in zip(LORA_TENSORS, slot.tensors(), strict=True)
     ]
-    return (*made, float(slot.scaling), float(slot.dropout), int(slot.seed))
+    tokens = None if slot.tokens is None else capsule(slot.tokens, f"{where}.tokens")
+    return (*made, float(slot.scaling), float(slot.dropout), int(slot.seed), tokens, int(slot.first_expert))

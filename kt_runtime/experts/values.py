@@ -34,6 +34,8 @@ class LoraSlot:
 
     `dropout`: probability with which an element of A's input is zeroed; the others are divided by 1 - dropout. The
     choice depends on `seed` (0 to 2^64 - 1), token, expert and projection, and is the same in forward and backward.
+    `tokens` [T] int64, `first_expert`: in a call with a part of a larger one's tokens and experts (`kt_runtime.ranks`),
+    the numbers there of its rows and of its expert 0.
     """
 
     gate_a: Tensor | None = None  # [E, R, H]
@@ -45,6 +47,8 @@ class LoraSlot:
     scaling: float = 1.0
     dropout: float = 0.0
     seed: int = 0
+    tokens: Tensor | None = None
+    first_expert: int = 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of LORA_TENSORS."""

@@ -253,6 +253,10 @@ class Family(ABC):
     def correction_bias_name(self, layer: int) -> str:
         return f"{self.router_module(layer)}.e_score_correction_bias"
 
+    def is_offset(self, name: str) -> bool:
+        """Whether Hugging Face's tensor `name` is of a norm that multiplies by one more than its weight."""
+        return False
+
     def missing_keys(self, config: Config) -> dict[str, Any]:
         """Keys that SGLang reads and transformers 5 does not write, with the values that its model has anyway."""
         return {}

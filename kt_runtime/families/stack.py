@@ -59,7 +59,7 @@ class Temperature:
 class Indexer:
     """Chooses the keys that a query sees (DeepSeek Sparse Attention, arXiv:2512.02556). `query`: wq_b, of the
     compressed queries; `key`: wk, its norm a LayerNorm; `weights`: weights_proj. `interleaved`: its rotary embedding
-    turns adjacent elements, else those half the rotated part apart."""
+    rotates adjacent elements, else those half the rotated part apart."""
 
     query: str
     key: str
@@ -220,8 +220,8 @@ class ExpertGroups:
 @dataclass(frozen=True, slots=True)
 class DecoderStack:
     """`groups`: None: the router is a softmax of all logits, which have the model's dtype. `normalises`: the routing
-    weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding turns adjacent elements,
-    else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input instead of its
+    weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding rotates adjacent
+    elements, else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input, not its
     result; a token then has one expert. `chunk`: most keys that a query of a chunked layer sees; 0: no layer is
     chunked. `offset_norms`: the weights of the norms are offsets from one, but for those of Gated DeltaNet."""
 

@@ -27,7 +27,7 @@ from kt_runtime.ops.router import float32_logits
 @dataclass(frozen=True, eq=False)
 class IndexerWeights:
     """`query` [M E, rank] and `key` [E, H] of the model's dtype; `norm_weight`, `norm_bias` [E] and `weights` [M, H] in
-    float32. `interleaved`: the rotation turns adjacent elements."""
+    float32. `interleaved`: the rotation is of adjacent elements."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -132,6 +132,11 @@ def served_product(
     return _ServedProduct.apply(x, master, alpha, base, place_of(master))
 
 
+def master_gradient(x: torch.Tensor, by_out: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    """The gradient [K, N] of `served_product`'s master, float32: x [M, K], by_out [M, N]."""
+    return _inner_product(x, by_out, alpha)
+
+
 def collected_gradients() -> CollectedGradients:
     """Collects the gradients of masters over parts of a module's tokens, with the bits of `served_product`'s."""
     return CollectedGradients(_inner_product)

@@ -25,15 +25,19 @@ class Share:
         return range(self.rank * size, (self.rank + 1) * size)
 
     def placed(self, columns: Tensor, total: int) -> Tensor:
-        """[T, total / num_ranks], this rank's columns -> [T, total], with -0.0 in the columns of the others.
+        """[..., total / num_ranks], this rank's columns -> [..., total], with -0.0 in the columns of the others.
 
         x + -0.0 is x for every x, also for 0.0 and -0.0: the sum of all ranks' results has the columns of each, bit
         for bit, in whatever order it is taken. So the engine's own sums over ranks need no change.
         """
-        own = self.of(total, "columns")
-        whole = torch.full((len(columns), total), -0.0, dtype=columns.dtype, device=columns.device)
-        whole[:, own.start : own.stop] = columns
+        whole = torch.full((*columns.shape[:-1], total), -0.0, dtype=columns.dtype, device=columns.device)
+        self.columns_of(whole).copy_(columns)
         return whole
+
+    def columns_of(self, whole: Tensor) -> Tensor:
+        """[..., total] -> a view of this rank's columns [..., total / num_ranks]."""
+        own = self.of(whole.shape[-1], "columns")
+        return whole[..., own.start : own.stop]
 
 
 def check_divides(num_ranks: int, total: int, what: str) -> None:

@@ -5,6 +5,9 @@ when the request arrives: an earlier request in the queue may create the session
 
 Worker threads access files. Meanwhile the session's work pauses (`scheduler.Pause`), so the session's later requests
 wait.
+
+Several ranks run the same handlers with the same slices, each on its part of the model and of the session. What the
+machine decides (memory, files that may be there) rank 0 alone asks, and the others get its answer.
 """
 
 from __future__ import annotations
@@ -67,6 +70,10 @@ SessionRequest = CreateSession | Forward | ForwardBackward | OptimStep | Save | 
 Arrays = Mapping[str, np.ndarray]
 
 
+class RanksDiffer(RuntimeError):
+    """A rank can't do what rank 0 has done: it must not go on."""
+
+
 class Answers:
     """Callbacks that answer a request: exactly one of `reply`, `fail`, `later` is called, once per request.
 
@@ -115,6 +122,7 @@ class SessionHandlers:
     """`microbatch_tokens`: padded tokens that go through a layer at once.
 
     `workers`: when a job ends, the owner of `workers` calls the scheduler's `resume` with the job's key, on every rank.
+    `is_first`: this is rank 0.
     """
 
     def __init__(
@@ -127,10 +135,12 @@ class SessionHandlers:
         microbatch_tokens: int,
         limits: SessionLimits,
         workers: Workers,
+        *,
+        is_first: bool = True,
     ) -> None:
         self._host, self._twin, self._lora, self._publisher, self._answers = host, twin, lora, publisher, answers
         self._max_tokens, self._limits = microbatch_tokens, limits
-        self._workers = workers
+        self._workers, self._is_first = workers, is_first
         self._sessions: dict[str, Session] = {}
         self._openings: dict[str, Opening] = {}
         self._writing: dict[str, str] = {}  # by key, the session
@@ -183,9 +193,22 @@ class SessionHandlers:
         self._workers.begin(key, what, make)
         try:
             yield Pause(key, Slice("result", is_short=is_short))
-            return self._workers.take(key)
+            return self._taken(key)
         finally:
             self._workers.give_up(key)
+
+    def _on_first(self, what: str, make: Callable[[], None], *, is_short: bool = False) -> Slices:
+        """As `_on_worker`, on rank 0 alone: the others wait, and raise its error."""
+        yield from self._on_worker(what, make if self._is_first else lambda: None, is_short=is_short)
+
+    def _taken(self, key: str) -> Any:
+        """The result of a job that has succeeded on rank 0. Raises RanksDiffer if it has not here."""
+        try:
+            return self._workers.take(key)
+        except Exception as error:
+            if self._is_first:
+                raise
+            raise RanksDiffer(f"rank 0 has done this, and this rank can't: {error}") from error
 
     def publish_ahead(self, request: Publish) -> None:
         """Begins what `slices` of this request would begin in the engine's next turn, if the adapter is small.
@@ -271,6 +294,8 @@ class SessionHandlers:
             self._limits.check(name, opening.num_bytes, self._counted())
         finally:
             self._openings[name] = opening
+        if self._twin.split is not None:
+            yield from self._twin.split.fetch()
         parameters = yield from self._lora.create(
             opening.key,
             opening.modules,
@@ -386,10 +411,13 @@ class SessionHandlers:
                 f"session {session.name!r}: {waiting} saves of it are being written; each is a copy of its state, so "
                 "ask again when they are answered"
             )
-        yield from self._on_worker(str(path), lambda: checkpoint.check_target(path, replace=request.replace))
-        tensors = [*session.parameters.values(), *(session.optimizer.tensors().values() if request.optimizer else ())]
-        copied_bytes = sum(4 * tensor.numel() for tensor in tensors)
-        check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
+        copied_bytes = checkpoint.copied_bytes(session, optimizer=request.optimizer)
+
+        def check() -> None:
+            checkpoint.check_target(path, replace=request.replace)
+            check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
+
+        yield from self._on_first(str(path), check)
         snapshot = yield from checkpoint.snapshot(session, optimizer=request.optimizer)
 
         def write() -> Reply:
@@ -433,6 +461,8 @@ class SessionHandlers:
         try:
             if ahead is not None:
                 prepared = preparation.placed(ahead)
+            elif self._host.exchange is not None:
+                prepared = yield from self._version_over_ranks(session, request, preparation)
             else:
                 make = partial(_version_of, session, request, preparation)
                 prepared = yield from self._on_worker(_what_of(request), make, is_short=True)
@@ -443,11 +473,25 @@ class SessionHandlers:
             preparation.close()
             raise
 
+    def _version_over_ranks(
+        self, session: Session, request: Publish, preparation: Preparation
+    ) -> Generator[Slice | Pause, None, Prepared]:
+        """Ranks exchange their parts of the masters, then each prepares the whole version, as of a loaded file."""
+        what, copied_bytes = _what_of(request), checkpoint.copied_bytes(session, optimizer=False)
+        yield from self._on_first(what, lambda: _check_memory(session, request, copied_bytes), is_short=True)
+        adapter = yield from checkpoint.copied_masters(session)
+        prepared: Prepared = yield from self._on_worker(
+            what, lambda: preparation.checked(adapter, f"session {session.name}"), is_short=True
+        )
+        return prepared
+
     def _close(self, request: CloseSession) -> Slices:
         session = self._session(request.session)
         yield from session.closing()
         del self._sessions[request.session]
         self._publisher.owners.end(session.id)
+        if self._twin.split is not None and not self._sessions and not self._openings:
+            self._twin.split.forget()
         if not self._sessions:
             free_spare_memory()
             free_spare()
@@ -458,10 +502,13 @@ class SessionHandlers:
 def _version_of(session: Session, request: Publish, preparation: Preparation) -> Prepared:
     """Of the session's masters, which must not change meanwhile. On a worker thread. Raises ConflictError if memory
     does not suffice."""
-    copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
-    check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
+    _check_memory(session, request, checkpoint.copied_bytes(session, optimizer=False))
     adapter, contents = checkpoint.taken_masters(session)
     return preparation.checked(adapter, f"session {session.name}", contents)
+
+
+def _check_memory(session: Session, request: Publish, copied_bytes: int) -> None:
+    check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
 
 
 def _what_of(request: Publish) -> str:

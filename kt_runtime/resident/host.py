@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
+    from kt_runtime.ranks import Exchange
     from kt_runtime.resident.fingerprint import WeightsFingerprint
     from kt_runtime.resident.pacing.budget import Load
     from kt_runtime.resident.pacing.latencies import Latencies
@@ -46,8 +47,8 @@ class Host(Protocol):
     dtype: torch.dtype
     num_ranks: int
     """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
-    has_whole_tensors: bool
-    """False where each rank has parts of the model's tensors, of which a twin can't have views: nothing is trained."""
+    exchange: Exchange | None
+    """Of ranks each of which has parts of the model's tensors and experts. None: this process has all of them."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int

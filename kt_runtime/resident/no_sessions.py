@@ -1,4 +1,4 @@
-"""What stands in the place of training's handlers in a server of several ranks, which does not train."""
+"""What stands in the place of training's handlers in a server of several ranks that do not train this model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kt_runtime.wire.messages import Publish, SessionInfo
 class NoSessions:
     """The part of `SessionHandlers` that the resident uses. Every request is refused."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, why: str) -> None:
+        self._num_ranks, self._why = num_ranks, why
 
     def infos(self) -> list[SessionInfo]:
         return []
@@ -20,8 +20,8 @@ class NoSessions:
     def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
         """Raises ConflictError when it is run."""
         raise ConflictError(
-            f"this server has {self._num_ranks} ranks (--tp-size {self._num_ranks}), which serve only: start one "
-            "without --tp-size to train; `kt-runtime adapter load` brings here what was trained there"
+            f"this server has {self._num_ranks} ranks (--tp-size {self._num_ranks}), which serve only: {self._why}; "
+            "start one without --tp-size to train; `kt-runtime adapter load` brings here what was trained there"
         )
         yield
 

@@ -17,8 +17,9 @@ kind and size, from earlier slices of that kind.
 
 **Cuts.** Where the budget says so, a slice that does not fit is cut, if it can be: it announces the `least` part that
 it can run, and gets as many units of its size as fit. The part's result does not depend on where it was cut. A part
-without an estimate is the least one. A small part costs more per unit than a large one: beyond `WASTE` it does not run
-if a later turn may be longer.
+without an estimate is the least one. Parts together cost more than the whole, and a small one more per unit than a
+large one. So if a later turn may have room for the whole, it waits for it, but no longer than `PATIENCE_SECONDS` after
+training's last slice; and beyond `WASTE` a part does not run if a later turn may be longer.
 
 **Several sessions** share training's time by weight: where the session may change, the next is the one that has had
 the least time for its weight. With several ranks, whose clocks differ, the changes are counted instead of the time.
@@ -55,8 +56,10 @@ WHOLE_OF_PARTS = 6
 """A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
 and a half times its attention forward."""
 
-WASTE = 1.1
+WASTE = 1.05
 """Of a part, the seconds per unit of those of the largest part that any turn can have."""
+
+PATIENCE_SECONDS = 1.0
 
 MOST_REMEMBERED = 1024
 """Sessions without work whose time is remembered."""
@@ -207,7 +210,7 @@ class TrainingScheduler:
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._paused: dict[str, _Queue] = {}
         self._turns = Turns(weight)
-        self._not_before = clock()
+        self._not_before = self._last_ended = clock()
         self._estimate = Estimates()
         self.share_of_time = ShareOfTime(clock)
         self.slices_run = self.parts_run = self.calls_ended = 0
@@ -321,6 +324,8 @@ class TrainingScheduler:
         if self._estimate.knows(upcoming.kind, upcoming.size):
             if self._estimate(upcoming.kind, upcoming.size) <= seconds:
                 return None
+            if self._has_patience(upcoming, turn.most):
+                return 0
         elif is_first and (not upcoming.least or self._may_be_tried(upcoming, seconds)):
             return None
         largest = self._largest_part(upcoming, seconds)
@@ -331,6 +336,12 @@ class TrainingScheduler:
         if is_first and (turn.at_least_one or unknown):
             return min(upcoming.least, upcoming.size) or None
         return 0
+
+    def _has_patience(self, upcoming: Slice, most: float) -> bool:
+        """Whether a slice that does not fit now may run whole in a later turn."""
+        if not upcoming.least or self._num_ranks > 1 or self._clock() - self._last_ended >= PATIENCE_SECONDS:
+            return False
+        return self._estimate(upcoming.kind, upcoming.size) <= most
 
     def _is_wasteful(self, upcoming: Slice, size: int, most: float) -> bool:
         """Whether a part of `size` costs much more per unit than one that `most` seconds have room for."""
@@ -401,7 +412,7 @@ class TrainingScheduler:
     def _account(self, ran: Slice, started: float, is_serving: bool) -> None:
         self.slices_run += 1
         now = self._clock()
-        seconds = now - started
+        self._last_ended, seconds = now, now - started
         self._estimate.learn(ran.kind, ran.size, seconds)
         self.share_of_time.add(seconds)
         if is_serving:

@@ -26,11 +26,12 @@ import torch
 
 from kt_runtime import __version__, device
 from kt_runtime.adapters import StoredName, VersionStore
+from kt_runtime.errors import KtError
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
-from kt_runtime.resident.handlers import Answers, Arrays, SessionHandlers, SessionRequest
+from kt_runtime.resident.handlers import Answers, Arrays, RanksDiffer, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.no_sessions import NoSessions
@@ -45,6 +46,7 @@ from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.training.session_limits import SessionLimits
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
+from kt_runtime.resident.twin.split import why_not_trained
 from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages
@@ -136,7 +138,8 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.family = family_for(host.config)
-        self.twin = Twin(host) if host.has_whole_tensors else None
+        serves_only = "" if host.exchange is None else why_not_trained(self.family, host.config)
+        self.twin = None if serves_only else Twin(host)
         stated = Settings(
             tpot_target_ms=settings.tpot_target_ms,
             ttft_target_ms=settings.ttft_target_ms,
@@ -177,7 +180,7 @@ class Resident:
             self.family,
             store,
             settings.kept_versions,
-            None if self.twin is None or lora is None else Probe(self.twin, lora, host.config),
+            None if self.twin is None or lora is None or host.exchange else Probe(self.twin, lora, host.config),
             self.scheduler.submit,
             self._workers,
             self._on_moved,
@@ -189,7 +192,7 @@ class Resident:
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
-        self.handlers: SessionHandlers | NoSessions = NoSessions(host.num_ranks)
+        self.handlers: SessionHandlers | NoSessions = NoSessions(host.num_ranks, serves_only)
         if self.twin is not None and lora is not None:
             self.handlers = SessionHandlers(
                 host,
@@ -200,6 +203,7 @@ class Resident:
                 settings.microbatch_tokens,
                 SessionLimits(settings.max_sessions, settings.session_memory_bytes),
                 self._workers,
+                is_first=server is not None,
             )
             shared, copied = self.twin.shared_bytes, self.twin.copied_bytes
             logger.info("training twin: %d bytes shared with the engine, %d copied", shared, copied)
@@ -283,13 +287,19 @@ class Resident:
         with _training_mode():
             self.scheduler.run_short(is_serving)
         # The plan was made before this turn's requests arrived. With targets, their prefill has priority over training.
-        if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
+        load = self._host.load()
+        self.budget.batch(load)
+        if plan.num_slices and not (self.budget.settings.has_target and load.waiting):
             with _training_mode():
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
                 self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
         if self.publisher.has_asked() and self._host.num_ranks == 1:
             self._settle_moves()
+
+    def holds_prompts(self) -> bool:
+        """Whether this turn's batch is a decode step although prompts wait. With one rank only: clocks differ."""
+        return self._host.num_ranks == 1 and self.budget.holds(self._host.load())
 
     def _settle_moves(self) -> None:
         """The frontend mostly answers within a millisecond. The publication's client then need not wait until the next
@@ -324,7 +334,7 @@ class Resident:
                     request.session,
                     slices,
                     lambda _: None,
-                    lambda error: self._fail(request_id, error),
+                    lambda error: self._fail_session(request_id, error),
                     self.handlers.opening(request),
                 )
             )
@@ -474,6 +484,14 @@ class Resident:
         if reply.category == "server":
             logger.error("request %s failed; serving continues", request_id, exc_info=error)
         self._answer(reply, None)
+
+    def _fail_session(self, request_id: str, error: Exception) -> None:
+        """Raises an error that the other ranks may not have, since they wait for what this one does not do then; and
+        the loss of a rank."""
+        is_everyone_s = isinstance(error, KtError) and not isinstance(error, ConnectionError)
+        if isinstance(error, RanksDiffer) or (self._host.exchange is not None and not is_everyone_s):
+            raise error
+        self._fail(request_id, error)
 
     def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:
         """Starts `function` on a writer thread, on rank 0 only; the reply is sent in the turn after its end."""

@@ -66,8 +66,8 @@ class ServingShape:
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it. `ranks`: processes of this host that compute the model together, and do not train if there are
-    several. `hosts`: over which weights and KV cache are split evenly.
+    model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
+    KV cache are split evenly.
     """
 
     device: Device = "cpu"
@@ -151,7 +151,8 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
         _trained_need(device, masters, shape.session_memory_bytes),
         MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
-        MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
+        MemoryNeed("columns of weights for training over ranks", device, _columns_bytes(config, shape) // shape.hosts),
+        MemoryNeed(ACTIVATIONS, device, shape.ranks * _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES + (shape.ranks - 1) * RANK_BYTES),
         MemoryNeed(
@@ -159,6 +160,15 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         ),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
+
+
+def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """Of the ranks of all hosts: what they hold of attention and the head for backward, beside their rows of them."""
+    if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
+        return 0
+    linear = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name.endswith("_proj.weight"))
+    head = integer(config, "vocab_size") * integer(config, "hidden_size")
+    return (linear + head) * shape.activation_bytes
 
 
 def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:

@@ -53,7 +53,6 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         graph_requests=graph_requests,
         graph_prefill_tokens=graph_prefill_tokens,
         state_slots=state_slots(options),
-        training_sessions=1 if options.tp_size == 1 else 0,
         ranks=options.tp_size // options.nnodes,
         hosts=options.nnodes,
     )

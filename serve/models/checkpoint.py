@@ -20,13 +20,14 @@ BF16_BYTES = 2
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in], or,
-    `is_transposed`, [in, out]."""
+    `is_transposed`, [in, out]. `is_offset`: of a norm that multiplies by one more than its weight."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "BF16"
     is_routed_expert: bool = False
     is_transposed: bool = False
+    is_offset: bool = False
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -96,10 +97,11 @@ def fused_expert_tensors(config: Mapping[str, Any], layer: int) -> tuple[Checkpo
 
 def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
     """All tensors but the routed experts. A tied head is on disk once, as the embedding."""
-    is_tied = bool(config.get("tie_word_embeddings"))
-    for source in family_for(config).twin_sources(config):
+    is_tied, family = bool(config.get("tie_word_embeddings")), family_for(config)
+    for source in family.twin_sources(config):
         if not (is_tied and source.name == "lm_head.weight"):
-            yield CheckpointTensor(source.name, source.shape, "F32" if source.is_buffer else "BF16")
+            dtype = "F32" if source.is_buffer else "BF16"
+            yield CheckpointTensor(source.name, source.shape, dtype, is_offset=family.is_offset(source.name))
 
 
 def count_parameters(config: Mapping[str, Any]) -> ParameterCount:

@@ -4,8 +4,8 @@ Files are as on the hub: config.json, generation_config.json, safetensors in bf1
 tokenizer. One tensor is in memory at a time. Preset and seed determine each tensor's bytes, in any order of writing.
 
 Scales are chosen so that every part of the model matters to the logits: matrices have standard deviation
-1/sqrt(fan-in), twice that in the router and the head; norms vary around 1; the router's correction bias is not zero,
-and attention's sinks are as large as its scores.
+1/sqrt(fan-in), twice that in the router and the head; what norms multiply by varies around 1; the router's correction
+bias is not zero, and attention's sinks are as large as its scores.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def safetensors_header(tensors: list[CheckpointTensor]) -> bytes:
 
 
 def random_tensor(tensor: CheckpointTensor, seed: int) -> npt.NDArray[Any]:
-    """The tensor's values, float32 or bf16 as uint16. Only its name, its shape and `seed` determine them.
+    """The tensor's values, float32 or bf16 as uint16. Only `tensor` and `seed` determine them.
 
     16 random bits choose one of 65536 quantiles of the normal distribution. This is ten times as fast as drawing and
     rounding normal numbers, and bf16 hardly resolves more.
@@ -134,7 +134,8 @@ def random_tensor(tensor: CheckpointTensor, seed: int) -> npt.NDArray[Any]:
     generator = np.random.PCG64(int.from_bytes(digest[:16], "little"))
     count = tensor.num_parameters
     bits = generator.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
-    table = _normal_table(float(_is_norm(tensor)), standard_deviation(tensor), tensor.dtype == "F32")
+    mean = float(_is_norm(tensor) and not tensor.is_offset)
+    table = _normal_table(mean, standard_deviation(tensor), tensor.dtype == "F32")
     return table[bits].reshape(tensor.shape)
 
 

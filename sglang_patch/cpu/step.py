@@ -109,8 +109,6 @@ def not_exact() -> str:
     """Why training's log-probabilities may differ from served ones; empty if they are equal to the bit."""
     if _program is None:
         return f"the native step does not compute the model: {_reason}"
-    if group.num_ranks() > 1:
-        return "several ranks do not train"
     if _program.no_adapters:
         return f"the native step does not compute batches with adapters: {_program.no_adapters}"
     if _program.runner.model.logits_processor.use_fp32_lm_head and _program.runner.dtype != torch.float32:

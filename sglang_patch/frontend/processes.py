@@ -53,6 +53,7 @@ class Forked(ForkProcess):
     """Begins with Python's default signal handlers, as a new interpreter does, and leaves Ctrl-C to the frontend."""
 
     on_rank: Callable[[ForkProcess], None] | None = None
+    _target: Any
 
     def start(self) -> None:
         # A garbage collection visits no frozen object. In the fork, each object that it visits would cost a copy.

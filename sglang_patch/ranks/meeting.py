@@ -53,7 +53,6 @@ def _meet(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **kwargs: Any) -> Iter
         assert size == 1, f"{url} is for one rank"
         yield HashStore(), rank, size
         return
-    is_master = rank == 0
-    listening = {"master_listen_fd": int(query["fd"])} if is_master else {}
+    listening = int(query["fd"]) if rank == 0 else None
     host = str(parts.hostname)
-    yield TCPStore(host, parts.port, size, is_master, timeout=timeout, multi_tenant=False, **listening), rank, size
+    yield TCPStore(host, parts.port, size, rank == 0, timeout=timeout, master_listen_fd=listening), rank, size

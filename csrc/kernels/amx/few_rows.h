@@ -30,14 +30,14 @@ inline void by_four_blocks(int64_t blocks, Work work) {
   if (left == 1) work.template operator()<1>(block);
 }
 
-// The lines of kB blocks. At the last blocks of a call the next read is unknown: the cursor then turns back to lines
+// The lines of kB blocks. At the last blocks of a call the next read is unknown: the cursor then jumps back to lines
 // that have been read already.
 template <int kB>
 inline PrefetchCursor prefetch_few(const PackedBlocks& weights, int64_t block) {
   const PackedShape& shape = weights.shape;
   const uint8_t* lines = block_at(shape, weights.data, block).lines;
   PrefetchCursor cursor = prefetch_ahead(shape, lines, kB, kLinesAhead, shape.line_offset());
-  if (block + kB == weights.blocks) cursor.turn_bytes = (cursor.until_turn - cursor.run) * kLineBytes;
+  if (block + kB == weights.blocks) cursor.jump_bytes = (cursor.until_jump - cursor.run) * kLineBytes;
   return cursor;
 }
 

@@ -7,12 +7,10 @@
 
 namespace kt::avx512_base {
 
-QuantizedSize quantized_size_vnni(const PackedShape& shape) { return grouped_size(shape, 1); }
+QuantizedSize quantized_size_vnni(const PackedShape& shape) { return size_in_bytes(shape); }
 
 void quantize_vnni(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
-  quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
-    std::memcpy(values + unit * kQuantizeUnit, codes, kQuantizeUnit);
-  });
+  quantize_to_bytes(shape, row, values, scales, sums);
 }
 
 void multiply_int8_vnni(const IntegerProduct& p) { multiply_integer<IntegerTiles<DotVnni>>(p); }

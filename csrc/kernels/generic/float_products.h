@@ -220,7 +220,7 @@ void stream_blocks(const Job<V>& job, Part& part) {
   for (; part.block + kBlocks <= job.p.weights.blocks; part.block += kBlocks, part.lines += kBlocks * part.stride) {
     PrefetchCursor prefetch = prefetch_ahead(job.p.weights.shape, part.lines, kBlocks, kAhead, 0);
     const bool more = part.block + 2 * kBlocks <= job.p.weights.blocks;
-    if (!more) prefetch.left = prefetch.until_turn;
+    if (!more) prefetch.left = prefetch.until_jump;
     tile<V, Source, kRows, kBlocks>(job, part, prefetch);
   }
 }

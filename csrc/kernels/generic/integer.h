@@ -66,7 +66,7 @@ struct IntegerTile {
   int64_t block_bytes, block_lines;
   // Few rows: bytes from a block's first line to its end, and from there to the first line of the stream's next block;
   // that block (of the first stream), and how many bytes of its scales each group prefetches.
-  int64_t block_end, turn;
+  int64_t block_end, jump;
   const uint8_t* next;
   int64_t next_step;
 };
@@ -87,7 +87,7 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
 // Few rows: how far ahead of its lines a group prefetches. A group prefetches one line for each line that it reads: a
 // burst of prefetches would queue, and the group's own loads would wait behind the burst.
 inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
-  return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.turn;
+  return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.jump;
 }
 
 template <int kBlocks, class Ahead = IntoL2>
@@ -202,7 +202,7 @@ inline void multiply_encoded(const IntegerProduct& p) {
       if (block == 0) prefetch_first<typename Isa::Ahead>(shape, p.weights.data, blocks);
       const uint8_t* end = p.weights.data + (block + blocks) * t.block_bytes;
       t.next = blocks == left && p.weights.next ? p.weights.next : end;
-      t.turn = t.next - (end - (blocks - 1) * t.block_bytes) + line_offset;
+      t.jump = t.next - (end - (blocks - 1) * t.block_bytes) + line_offset;
       run_tile(p, 0, block, tile_function<Isa, kEncoding, true>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);

@@ -114,5 +114,15 @@ inline void quantize_row(const PackedShape& shape, const float* row, float* scal
   }
 }
 
+// Codes of a byte each, in the order of their columns.
+inline QuantizedSize size_in_bytes(const PackedShape& shape) { return grouped_size(shape, 1); }
+
+inline void quantize_to_bytes(const PackedShape& shape, const float* row, uint8_t* values, float* scales,
+                              int32_t* sums) {
+  quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
+    std::memcpy(values + unit * kQuantizeUnit, codes, kQuantizeUnit);
+  });
+}
+
 }  // namespace
 }  // namespace kt

@@ -92,12 +92,10 @@ void multiply_row(const PackedShape& shape, const Block& block, const int8_t* a,
 
 }  // namespace
 
-QuantizedSize quantized_size(const PackedShape& shape) { return grouped_size(shape, 1); }
+QuantizedSize quantized_size(const PackedShape& shape) { return size_in_bytes(shape); }
 
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
-  quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
-    std::memcpy(values + unit * kQuantizeUnit, codes, kQuantizeUnit);
-  });
+  quantize_to_bytes(shape, row, values, scales, sums);
 }
 
 void multiply_int8(const IntegerProduct& p) {

@@ -18,12 +18,15 @@ struct LoraPair {
 };
 
 // `dropout`: the probability that an element of A's input is zeroed; the other elements are divided by 1 - dropout.
-// `seed` selects the elements (dropout.h).
+// `seed` selects the elements (dropout.h), by the numbers of token and expert. Where the call has a part of a larger
+// one's tokens and experts, `tokens` has the numbers of its rows there, and `first_expert` is that of its expert 0.
 struct LoraSlot {
   LoraPair pairs[kNumProjections];
   float scaling = 1.0f;
   float dropout = 0.0f;
   uint64_t seed = 0;
+  TensorView tokens;  // [T] int64; absent: 0 to T - 1
+  int64_t first_expert = 0;
 };
 
 struct RoutedCall {
@@ -36,7 +39,7 @@ struct RoutedCall {
 
 // The results of backward. Gradients of a slot are float32 and contiguous, and are accumulated.
 struct RoutedGradients {
-  TensorView x;        // [T, H], type of the call's x
+  TensorView x;        // [T, H], type of the call's x, or float32
   TensorView weights;  // [T, K] float32
   std::vector<LoraSlot> slots;
 };

@@ -29,7 +29,7 @@ struct IndexRows {
   TensorView norm_weight, norm_bias;  // [D] float32, contiguous
   TensorView angles;                  // [P, R], contiguous: cosines, then sines of each position; q's dtype
   TensorView positions;               // [T] int64, each 0 to P - 1
-  bool interleaved;                   // the rotation turns adjacent elements
+  bool interleaved;                   // the rotation is of adjacent elements
 };
 void prepare_index_rows(const DenseEngine& engine, const IndexRows& rows);
 

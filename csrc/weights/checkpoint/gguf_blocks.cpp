@@ -30,9 +30,6 @@ constexpr GgufType kTypes[] = {
     {"IQ4_XS", kNonlinearSuper, 256, 136},
 };
 
-// The largest exponent below 1e30.
-constexpr int kMostExponent = 226;
-
 uint16_t half_at(const uint8_t* from) {
   uint16_t bits;
   std::memcpy(&bits, from, sizeof bits);

@@ -15,13 +15,12 @@ from kt_runtime.bench.cache import bandwidth
 from kt_runtime.bench.cache.first_token import FirstToken
 from kt_runtime.bench.cache.plan import Plan
 from kt_runtime.bench.cache.system_cache import file_system
+from kt_runtime.bench.options import DTYPE_BYTES
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
 from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
-
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:

@@ -13,6 +13,12 @@ count from the moment at which it was to be sent.
 while requests wait; then requests have the server, until training is due again. Its share of time is what training got
 beside the same requests with targets, so that both train about as fast and goodput alone tells them apart.
 
+**What is left over** for training has three readings, and all are reported. `1 - load`: the part of the capacity that
+the load leaves. `idle_share`: the part of the same window without training in which the engine had no request. And
+nothing taken off: training's speed of that alone, which is what FlexLLM publishes. `training_kept` is of `1 - load`.
+Idle time is smaller, since few requests at once decode in small batches, which read nearly as many weights as large
+ones; of idle time a server would keep the more the slower it serves.
+
 Seconds in, milliseconds out.
 """
 
@@ -55,9 +61,24 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """Training in a window. `seconds`: the window's. `slices_s`: of them, those of training's slices. `step_s`: those
+    of one training step, the mean of the steps that ended in the window; None: none did."""
+
+    seconds: float
+    slices_s: float
+    step_s: float | None
+
+    @property
+    def steps(self) -> float | None:
+        """Steps that the window has room for, the last one in part."""
+        return self.slices_s / self.step_s if self.step_s else None
+
+
+@dataclass(frozen=True)
 class Window:
-    """One load in one mode. `seconds`: of arrivals. `step_ends`: of training steps, on any clock. `busy_share`: of the
-    time until the last answer that the engine worked for requests."""
+    """One load in one mode. `seconds`: of arrivals. `busy_share`: of the time until the last answer that the engine
+    worked for requests."""
 
     load: float
     mode: str
@@ -65,7 +86,12 @@ class Window:
     seconds: float
     answers: Sequence[Answered]
     busy_share: float
-    step_ends: Sequence[float] = ()
+    trained: Trained | None = None
+
+    def training_tokens_per_s(self, step_tokens: int) -> float | None:
+        if self.trained is None or self.trained.steps is None:
+            return None
+        return step_tokens * self.trained.steps / self.trained.seconds
 
 
 @dataclass(frozen=True)
@@ -113,13 +139,13 @@ def tokens_per_s(step_ends: Sequence[float], step_tokens: int) -> float | None:
 
 def plain_share(kept: Window, step_tokens: int, alone_tokens_per_s: float) -> float:
     """Training's share of time in plain time-sharing: its speed beside the requests of `kept`, of its speed alone."""
-    trained = tokens_per_s(kept.step_ends, step_tokens)
+    trained = kept.training_tokens_per_s(step_tokens)
     lowest, highest = SHARES
     return min(highest, max(lowest, (trained or 0.0) / alone_tokens_per_s))
 
 
 def row_of(window: Window, targets: Targets, step_tokens: int, alone_tokens_per_s: float) -> dict[str, Any]:
-    trained = tokens_per_s(window.step_ends, step_tokens)
+    trained, training = window.training_tokens_per_s(step_tokens), window.trained
     met = sum(targets.are_met(answer) for answer in window.answers)
     gaps = [gap for answer in window.answers for gap in answer.gaps]
     return {
@@ -133,6 +159,7 @@ def row_of(window: Window, targets: Targets, step_tokens: int, alone_tokens_per_
         "busy_share": window.busy_share,
         "goodput_per_s": met / window.seconds,
         "met_share": met / len(window.answers),
+        "training_time_share": None if training is None else training.slices_s / training.seconds,
         "training_tokens_per_s": trained,
         "training_share_of_alone": None if trained is None else trained / alone_tokens_per_s,
     }
@@ -140,23 +167,30 @@ def row_of(window: Window, targets: Targets, step_tokens: int, alone_tokens_per_
 
 def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_with_targets: float) -> dict[str, Any]:
     """The figures that have a bar, at half load. `alone`, `alone_with_targets`: tokens/s of training without requests,
-    without and with stated targets. None where a window has too few steps.
+    without and with stated targets. None where no training step ended in a window.
 
-    `left_over`: the load leaves the rest of the server's capacity. `training_kept`: training's speed beside serving, of
-    its speed alone times that. A goodput of plain time-sharing below one request counts as one request in the window of
-    `seconds`. `plain_training_share`: training's speed with plain time-sharing, of that with targets.
+    `training_kept`: training's speed beside serving, of its speed alone times `left_over`, what the load leaves of the
+    capacity. `training_kept_of_idle`: the same with `idle_share`, the measured idle time; None if there was none.
+    `training_kept_of_alone`: of its speed alone. A goodput of plain time-sharing below one request counts as one
+    request in the window of `seconds`. `plain_training_share`: training's speed with plain time-sharing, of that with
+    targets.
     """
     half = {row["mode"]: row for row in rows if row["load"] == HALF}
-    left_over = 1.0 - HALF
-    trained = half[TRAINING]["training_tokens_per_s"]
+    left_over, idle_share = 1.0 - HALF, 1.0 - half[IDLE]["busy_share"]
+    kept = _ratio(half[TRAINING]["training_tokens_per_s"], alone)
     plain = max(half[WHOLE_CALLS]["goodput_per_s"], 1.0 / seconds)
     return {
         "p99_tpot_ratio": half[TRAINING]["tpot_ms"]["p99"] / half[IDLE]["tpot_ms"]["p99"],
-        "training_kept": None if trained is None else trained / (alone * left_over),
+        "training_kept": _ratio(kept, left_over),
+        "training_kept_of_idle": _ratio(kept, idle_share),
+        "training_kept_of_alone": kept,
         "training_alone_share": alone_with_targets / alone,
         "goodput_ratio": half[TRAINING]["goodput_per_s"] / plain,
-        "plain_training_share": _ratio(half[WHOLE_CALLS]["training_tokens_per_s"], trained),
+        "plain_training_share": _ratio(
+            half[WHOLE_CALLS]["training_tokens_per_s"], half[TRAINING]["training_tokens_per_s"]
+        ),
         "left_over": left_over,
+        "idle_share": idle_share,
     }
 
 

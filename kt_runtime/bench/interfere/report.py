@@ -37,7 +37,9 @@ def print_report(result: dict[str, Any]) -> None:
     console.print(
         f"At half load: TPOT p99 {result['p99_tpot_ratio']:.2f} times that without training; training keeps {shown} of "
         f"its {result['training_alone_tokens_per_s']:.0f} tokens/s times the {100 * result['left_over']:.0f} % of "
-        f"capacity left over; goodput {result['goodput_ratio']:.1f} times that of whole calls, which train at "
+        f"capacity left over ({_percent(result['training_kept_of_idle'])} of it times the measured idle time of "
+        f"{_percent(result['idle_share'])}, {_percent(result['training_kept_of_alone'])} of it in all); "
+        f"goodput {result['goodput_ratio']:.1f} times that of whole calls, which train at "
         f"{_percent(result['plain_training_share'])} of that speed. Without requests "
         f"training has {100 * result['training_alone_share']:.0f} % of its speed alone.",
         highlight=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kt_runtime.bench.interfere.figures import (
     TRAINING,
     WHOLE_CALLS,
     Targets,
+    Trained,
     Window,
     p99_per_token,
     plain_share,
@@ -25,7 +26,7 @@ from kt_runtime.bench.interfere.figures import (
     tokens_per_s,
 )
 from kt_runtime.bench.interfere.plan import ANSWER_RANGE, HALF, PROMPT_RANGE, Plan, burst, poisson
-from kt_runtime.bench.interfere.trainer import training
+from kt_runtime.bench.interfere.trainer import Moment, moment, training
 from kt_runtime.bench.train.model import checkpoint, faster_dtype, vocabulary
 from kt_runtime.bench.train.plan import Plan as TrainPlan
 from kt_runtime.cli.connection import ServerAPI
@@ -127,7 +128,7 @@ class _Bench:
         with training(self._api, self._plan, self._vocabulary) as trainer:
             time.sleep(self._plan.alone_seconds)
             trainer.wait_for_steps(LEAST_STEPS)
-            rate = tokens_per_s(trainer.ends, self._step_tokens)
+            rate = tokens_per_s([end.at_s for end in trainer.ends], self._step_tokens)
         assert rate is not None
         self._say(f"training alone, {how}: {rate:.0f} tokens/s")
         return rate
@@ -136,21 +137,28 @@ class _Bench:
         seconds, rate = self._plan.seconds_of(load_), load_ * capacity
         self._num_windows += 1
         requests = poisson(self._plan, rate, seconds, self._vocabulary, self._num_windows)
-        before, began = self._serving_seconds(), time.perf_counter()
-        ends: list[float] = []
         if mode == IDLE:
+            began = moment(self._api)
             found = load.answers(self._api.url, requests, TIMEOUT_S)
+            ended, trained = moment(self._api), None
         else:
             with training(self._api, self._plan, self._vocabulary) as trainer:
-                before, began = self._serving_seconds(), time.perf_counter()
+                began = trainer.ends[-1]
                 found = load.answers(self._api.url, requests, TIMEOUT_S)
-                last = time.perf_counter()
-                ends = [end for end in trainer.ends if began <= end <= last]
+                now = moment(self._api) if mode == TRAINING else None
+            ended = now or trainer.ends[-1]  # while a whole call runs, the server answers nothing
+            trained = trained_in(trainer.ends, began, ended)
         last = max(answer.events[-1][0] for answer in found)
-        busy = (self._serving_seconds() - before) / (last - began)
-        window = Window(load_, mode, rate, seconds, found, min(1.0, busy), ends)
+        busy = (ended.serving_s - began.serving_s) / (last - began.at_s)
+        window = Window(load_, mode, rate, seconds, found, min(1.0, busy), trained)
         self._say(f"load {load_:g}, {mode}: {len(found)} requests, engine busy with them {100 * busy:.0f} %")
         return window
 
-    def _serving_seconds(self) -> float:
-        return float(self._api.get("/kt/status")["training_turns"]["serving_s"])
+
+def trained_in(ends: Sequence[Moment], began: Moment, ended: Moment) -> Trained:
+    """`ends`: of the training steps, the first before `began`. What a step takes is measured between whole steps, so
+    the steps that the window cuts count in part."""
+    seconds, slices_s = ended.at_s - began.at_s, ended.training_s - began.training_s
+    within = [end for end in ends if end.at_s <= ended.at_s]
+    step_s = (within[-1].training_s - within[0].training_s) / (len(within) - 1) if len(within) > 1 else None
+    return Trained(seconds, slices_s, step_s)

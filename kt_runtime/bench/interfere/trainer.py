@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,11 +20,27 @@ SESSION = "bench-interfere"
 TIMEOUT_S = 3600.0
 
 
+@dataclass(frozen=True)
+class Moment:
+    """`at_s`: on the performance counter. `training_s`, `serving_s`: the server's seconds of training's slices, and of
+    its work for requests, until then."""
+
+    at_s: float
+    training_s: float
+    serving_s: float
+
+
+def moment(api: ServerAPI) -> Moment:
+    """When the server answered: between two turns."""
+    turns = api.get("/kt/status")["training_turns"]
+    return Moment(time.perf_counter(), float(turns["training_s"]), float(turns["serving_s"]))
+
+
 class Trainer:
-    """`ends`: of the steps so far, on the performance counter."""
+    """`ends`: of the steps so far."""
 
     def __init__(self, api: ServerAPI, plan: Plan, vocabulary: int) -> None:
-        self.ends: list[float] = []
+        self.ends: list[Moment] = []
         self._api, self._plan = api, plan
         self._batch = _batch(plan, vocabulary)
         self._stopping = threading.Event()
@@ -58,7 +75,7 @@ class Trainer:
                 while not self._stopping.is_set():
                     client.forward_backward(SESSION, self._batch)
                     client.optim_step(SESSION, LEARNING_RATE)
-                    self.ends.append(time.perf_counter())
+                    self.ends.append(moment(self._api))
                 client.close_session(SESSION)
         except Exception as error:  # noqa: BLE001 - raised on the thread that waits
             self._error = error

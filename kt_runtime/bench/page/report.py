@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.bench.page.measurement import Cell, Column, Kind, Measurement, Range, Row, Single, Table, write
+from kt_runtime.bench.options import DTYPE_BYTES
+from kt_runtime.bench.page.measurement import Cell, Column, Figure, Kind, Measurement, Range, Row, Single, Table, write
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.files import errors_of_path, read_regular
+from kt_runtime.serve.models.checkpoint import count_parameters
+from kt_runtime.serve.models.presets import is_preset, load_preset
 
 SIGNIFICANT_DIGITS = 4
 MAX_FILE_BYTES = 16 << 20
@@ -215,6 +218,15 @@ def _rl(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, []
 
 
+def _further_kept(report: Mapping[str, Any]) -> list[Single]:
+    """By the other readings of what is left over; records from before they were measured have none."""
+    names = {
+        "training_kept_of_idle": "training at half load, of its measured idle time without training",
+        "training_kept_of_alone": "training at half load, of its speed alone",
+    }
+    return [Single(what, _rounded(report[key]), "ratio") for key, what in names.items() if key in report]
+
+
 def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     settings, targets = report["interfere"], ("tpot_target_ms", "ttft_target_ms")
     kept = report["training_kept"]
@@ -225,6 +237,7 @@ def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         Single("target for the time to the first token", _rounded(report[targets[1]]), "ms"),
         Single("time per output token at half load, p99, training / idle", _rounded(report["p99_tpot_ratio"]), "ratio"),
         Single("training at half load, of what is left over", _rounded(kept), "ratio"),
+        *_further_kept(report),
         Single(
             "training with targets without requests / without targets",
             _rounded(report["training_alone_share"]),
@@ -285,7 +298,25 @@ def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     if file := settings.get("gguf"):
         weights = f"{file['mix']} (one GGUF file, {_rounded(file['bytes'], GIGA)} GB; activations in {weights})"
     title = f"{settings['model']} in {weights}, over HTTP; peers in their own processes"
-    return figures, [Table("rates", ["model", "case", "size"], columns, table_rows, title, notes)]
+    rates = Table("rates", ["model", "case", "size"], columns, table_rows, title, notes)
+    return figures, [rates, _formats(settings, rows)]
+
+
+def _formats(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row: the base's medians of a prompt of 512 tokens, of 1 and of 8 streams, and the memory of the weights."""
+    found = {_serving_case(row)[1]: row for row in rows if not row["adapters"]}
+    cases = {"prompt of 512": "512 tokens", "1 stream": "1 streams", "8 streams": "8 streams"}
+    medians = [found[size]["tokens_per_s"] if size in found else None for size in cases.values()]
+    peers = [found[size]["peers"].get("llama_cpp") if size in found else None for size in cases.values()]
+    ratios: list[Figure] = [_rounded(a, b) if a and b else None for a, b in zip(medians, peers, strict=True)]
+    model, dtype, file = str(settings["model"]), str(settings["dtype"]), settings.get("gguf")
+    size_bytes = file["bytes"] if file else None
+    if size_bytes is None and is_preset(model):
+        size_bytes = Decimal(count_parameters(load_preset(model).config).total * DTYPE_BYTES[dtype])
+    columns = [Column("weights", "GB"), *(Column(name, "tokens/s") for name in cases)]
+    columns.append(Column("kt-runtime / llama.cpp", list(cases)))
+    cells: list[Cell] = [_rounded(size_bytes, GIGA), *map(_rounded, medians), ratios if any(ratios) else None]
+    return Table("formats", ["model", "format"], columns, [Row([model, file["mix"] if file else dtype], cells)])
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[Single]:

@@ -1,4 +1,4 @@
-"""`kt-runtime bench scale` and `bench ranks`."""
+"""`kt-runtime bench scale`."""
 
 from __future__ import annotations
 
@@ -47,30 +47,3 @@ def scale(say: Say, as_json: bool, rank_streams: tuple[int, ...], **options: Any
         click.echo(json.dumps(result, indent=2))
     else:
         print_report(result)
-
-
-@click.command(name="ranks")
-@click.option(
-    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
-)
-@click.option("--layers", type=int, help="Fewer layers than the preset has.")
-@click.option("--ranks", default=2, show_default=True, help="Of the second server.")
-@click.option("--tokens", default=64, show_default=True, help="Decoded in a run.")
-@click.option("--runs", default=3, show_default=True, help="That count.")
-@click.option("--dtype", help="bfloat16 or float32. [default: the faster one here]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
-def ranks(say: Say, as_json: bool, **options: Any) -> None:
-    """Decoding of one process against several ranks on this machine.
-
-    \b
-    Progress goes to stderr.
-    What is measured and how: docs/scale.md.
-    """
-    from kt_runtime.bench.scale.ranks import RanksPlan, print_ranks, run
-
-    result = run(RanksPlan(**options), say)
-    if as_json:
-        click.echo(json.dumps(result, indent=2))
-    else:
-        print_ranks(result)

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from kt_runtime import __version__
-from kt_runtime.bench.scale.plan import BAR_MS, Plan
 from kt_runtime.bench.scale.decoding import measure_ranks
+from kt_runtime.bench.scale.plan import BAR_MS, Plan
 from kt_runtime.bench.scale.replicas import Replicas
 from kt_runtime.bench.swap.plan import size_of
 from kt_runtime.bench.train.model import checkpoint, faster_dtype

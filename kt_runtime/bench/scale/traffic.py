@@ -13,8 +13,9 @@ an activation. A rank sends, for one token:
     embedding                a H (N-1)/N
     head                     a V (N-1)/N   its logits
 
-This is what the sharding needs. SGLang's own sums over ranks (after attention, after the experts or the MLP, after the
-embedding) send twice that: a ring first sums, then gathers. `Traffic.total` has that in it.
+This is what the sharding needs, and what the native step sends between hosts. With SGLang's modules, SGLang's own sums
+over ranks (after attention, after the experts or the MLP, after the embedding) send twice that: a ring first sums, then
+gathers. `Traffic.total` has that in it.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kt_runtime.bench.options import DTYPE_BYTES
 from kt_runtime.bench.peer_place import CPU, place_here
 from kt_runtime.bench.serve.adapters import adapter_bytes
 from kt_runtime.bench.serve.plan import Case, Plan
 from kt_runtime.bench.serve.server_side import settings
-from kt_runtime.bench.serve.work import DTYPE_BYTES
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.machine import available_cpu_bytes
 from kt_runtime.serve.memory.plan import MemoryNeed, check_fits, format_bytes

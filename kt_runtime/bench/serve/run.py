@@ -12,6 +12,7 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits, memory_reader
+from kt_runtime.bench.options import DTYPE_BYTES
 from kt_runtime.bench.peer_place import ON_CPU, PeerPlace, place_here
 from kt_runtime.bench.serve.fit import check_disk, check_memory
 from kt_runtime.bench.serve.gguf.model import write_gguf_model
@@ -22,7 +23,7 @@ from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
 from kt_runtime.bench.serve.rows import Row
 from kt_runtime.bench.serve.scores import Difference, Scores, difference
 from kt_runtime.bench.serve.server_side import Measurements, ServerResult, ServerSide
-from kt_runtime.bench.serve.work import DTYPE_BYTES, ModelWork, model_work
+from kt_runtime.bench.serve.work import ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
 from kt_runtime.cli.interrupts import uninterrupted

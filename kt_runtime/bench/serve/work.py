@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.bench.experts.limits import Work
+from kt_runtime.bench.options import DTYPE_BYTES
 from kt_runtime.families import EXPERTS, family_for
 from kt_runtime.families.base import integer
 from kt_runtime.serve.memory.plan import cached_numbers_per_token, expert_formats, layer_bytes
 from kt_runtime.serve.models.checkpoint import dense_tensors
-
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,25 @@ LEAST_GAPS = 4
 """Of a stream, before anything is published."""
 SETTLE_SECONDS = 0.5
 """Between two rounds: the first version's directory is written meanwhile."""
+
+
+class _Measured:
+    """Calls functions beside `streams`, of which `count` run. `times`: when each call began and ended."""
+
+    def __init__(self, streams: Streams, count: int) -> None:
+        self._streams, self._count = streams, count
+        self.times: list[tuple[float, float]] = []
+
+    def __call__(self, call: Callable[[], object], times_ms: list[float] | None = None) -> None:
+        started = now()
+        call()
+        self.times.append((started, now()))
+        if times_ms is not None:
+            times_ms.append(1e3 * (self.times[-1][1] - started))
+
+    def settle(self) -> None:
+        """Until every stream has got a token: no gap with what was done before is among those of the next call."""
+        self._streams.wait_for_gaps_ms(now(), self._count)
 
 
 class SwapBench:
@@ -55,7 +75,7 @@ class SwapBench:
         self._publish_file(paths[0])
         with self._streams(found, plan.many_streams, MANY_STREAM_TOKENS, NAME) as measured:
             for number in range(plan.swaps):
-                measured(lambda path=paths[(number + 1) % 2]: self._publish_file(path), found.publish_ms)
+                measured(partial(self._publish_file, paths[(number + 1) % 2]), found.publish_ms)
                 time.sleep(SETTLE_SECONDS)
         self._unload()
         self._remove(paths)
@@ -90,6 +110,7 @@ class SwapBench:
                     client.forward_backward(SESSION, batch)
                     client.optim_step(SESSION, LEARNING_RATE)
                     stepped = now()
+                    measured.settle()
                     measured(lambda: client.publish(SESSION, NAME, take_over=True), found.publish_ms)
                     measured(self._first_token)
                     found.first_token_ms.append(1e3 * (now() - stepped))
@@ -121,26 +142,15 @@ class SwapBench:
     @contextmanager
     def _streams(
         self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
-    ) -> Iterator[Callable[..., None]]:
-        """Streams in the block. Yields a function that calls one, adds its milliseconds to a list, and notes the gaps
-        of the streams meanwhile. `whole`: all other gaps in the block count too."""
+    ) -> Iterator[_Measured]:
+        """Streams in the block, and what measures beside them. `whole`: all other gaps in the block count too."""
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
             began = now()
             time.sleep(QUIET_SECONDS)
             found.quiet += streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
-            times: list[tuple[float, float]] = []
-
-            def measured(call: Callable[[], object], times_ms: list[float] | None = None) -> None:
-                started = now()
-                call()
-                times.append((started, now()))
-                if times_ms is not None:
-                    times_ms.append(1e3 * (times[-1][1] - started))
-
-            started = now()
+            started, measured = now(), _Measured(streams, count)
             yield measured
-            if whole:
-                times = [(started, now())]
+            times = [(started, now())] if whole else measured.times
             streams.wait_for_gaps_ms(now(), count)  # the gaps at the end are over, too
             for since, until in times:
                 found.during += streams.gaps_ms(since, until)

@@ -65,7 +65,7 @@ class Streams:
         `PATIENCE_SECONDS`."""
         ends = now() + PATIENCE_SECONDS
         while len(gaps := self.gaps_ms(since, now())) < count and now() < ends:
-            time.sleep(0.05)
+            time.sleep(0.01)
         if not gaps:
             raise RuntimeFault(f"no stream got a token in {PATIENCE_SECONDS:.0f} s; failures: {self.failures[:1]}")
         return gaps

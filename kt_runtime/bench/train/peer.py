@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kt_runtime.bench.options import DTYPES
+from kt_runtime.bench.options import DTYPE_BYTES, DTYPES
 from kt_runtime.bench.peer_place import place_here
 from kt_runtime.bench.train.plan import LEARNING_RATE, Plan
 from kt_runtime.bench.train.rows import Measured
@@ -27,7 +27,6 @@ from kt_runtime.wire.messages import Activations
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 3600.0
 PROBE_TOKENS = 32  # enough if one dtype is emulated in software
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 CLEARLY_FASTER = 4.0  # below this ratio a whole sequence decides: some instructions pay off only with many tokens
 
 

@@ -10,8 +10,8 @@ from kt_runtime.families.gguf.layout import (
     expert_prefix,
     expert_tensors,
     held,
-    interleaved_heads,
     layer_of,
+    ways_of_linear,
 )
 from kt_runtime.families.gguf.types import (
     DENSE_TYPES,
@@ -35,10 +35,10 @@ __all__ = [
     "expert_tensors",
     "expert_types",
     "held",
-    "interleaved_heads",
     "layer_of",
     "packed_bytes",
     "packed_name",
     "packed_tensors",
     "read_for_config",
+    "ways_of_linear",
 ]

@@ -28,6 +28,7 @@ OF_LLAMA_CPP: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Values that llama.cpp computes with, whatever a model's config says, by `model_type`."""
+GLM_5_2_POSITIONS = 1 << 20
 WITHOUT_QK_NORM_EXPERTS = 128  # a llama4 of so many experts (Maverick) has no norms of queries and keys
 _ROPE_FREQS = "rope_freqs.weight"
 _PATTERN = "attention.sliding_window_pattern"
@@ -220,6 +221,43 @@ def _deepseek_v2(groups: int) -> dict[str, Any]:
         "model_type": "deepseek_v2",
         "scoring_func": "softmax",
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+def _with_indexer(file: _Reader) -> dict[str, Any]:
+    """What DeepSeek-V3.2 and GLM-5 share."""
+    _require_sigmoid(file)
+    return {
+        **_deepseek(file),
+        "index_head_dim": file.number("attention.indexer.key_length"),
+        "index_n_heads": file.number("attention.indexer.head_count"),
+        "index_topk": file.number("attention.indexer.top_k"),
+    }
+
+
+def _deepseek_v32(file: _Reader) -> dict[str, Any]:
+    return {**_with_indexer(file), "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+
+
+def _glm_moe_dsa(file: _Reader) -> dict[str, Any]:
+    config = _with_indexer(file)
+    theta = config.pop("rope_theta")
+    if config.pop("rope_scaling") is not None:
+        raise file.error("rope.scaling.type", "yarn", "none")
+    layers, key = config["num_hidden_layers"], "attention.indexer.types"
+    if file.has(key):
+        full = file.flags(key, layers)
+    else:  # as llama.cpp: a GLM-5.2 is known by its long context
+        is_shared = config["max_position_embeddings"] >= GLM_5_2_POSITIONS
+        full = [not is_shared or layer < 2 or layer % 4 == 2 for layer in range(layers)]
+    return {
+        **config,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full" if one else "shared" for one in full],
+        "model_type": "glm_moe_dsa",
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
     }
 
 
@@ -477,6 +515,8 @@ def _require_sigmoid(file: _Reader) -> None:
 _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3moe": _qwen3_moe,
     "deepseek2": _deepseek,
+    "deepseek32": _deepseek_v32,
+    "glm-dsa": _glm_moe_dsa,
     "llama": _mixtral,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,

@@ -3,7 +3,7 @@
 Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. What its converter changes besides
 (conversion/*.py, `modify_tensors`):
 
-- Mixtral is a `llama` with experts, whose rotary embedding turns adjacent elements there: the halves of each head of
+- Mixtral is a `llama` with experts, whose rotary embedding rotates adjacent elements there: the halves of each head of
   the query and key matrices are interleaved (`LlamaModel.permute`). The other architectures' rows stay as they are.
 - MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
   [heads, value, latent].
@@ -24,6 +24,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+from kt_runtime.families.base import LoraModule
 from kt_runtime.families.registry import family_for
 
 Config = Mapping[str, Any]
@@ -53,6 +54,10 @@ _OF_LAYER = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -149,7 +154,17 @@ def alternatives(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Hel
     return (Held(name, shape, (part,), rows, columns, _values(config, name)),)
 
 
-def interleaved_heads(config: Config, name: str) -> int:
+def ways_of_linear(config: Config, module: LoraModule) -> tuple[Held, ...]:
+    """How files hold the matrix of a linear layer, or those of a layer's experts, that of today's files first. Ways
+    that are no rows of matrices are left out, as of MLA's `kv_b_proj` in two parts."""
+    shape, name = (module.out_features, module.in_features), f"{module.name}.weight"
+    if module.num_experts:
+        stored = f"ffn_{module.projection.removesuffix('_proj')}_exps.weight"
+        return (Held(name, shape, (Part(f"{expert_prefix(module.layer)}.{stored}", (module.num_experts, *shape)),)),)
+    return tuple(way for way in alternatives(config, name, shape) if way.values is Values.SAME)
+
+
+def _interleaved_heads(config: Config, name: str) -> int:
     """Heads of the Hugging Face tensor `name` whose halves are interleaved in the file; 0: its rows are as they are."""
     if config["model_type"] != "mixtral":
         return 0
@@ -204,7 +219,7 @@ def _values(config: Config, name: str) -> Values:
         return Values.SAME
     if name.endswith(".A_log"):
         return Values.DECAY
-    return Values.PLUS_ONE if name.endswith("norm.weight") and "linear_attn" not in name else Values.SAME
+    return Values.PLUS_ONE if family_for(config).is_offset(name) else Values.SAME
 
 
 def _by_head(config: Config, name: str) -> tuple[Part, Part]:
@@ -230,7 +245,7 @@ def _qkvz(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Held, Held
 
 def _orders(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Order | None, Order | None]:
     """Of rows and of columns."""
-    if heads := interleaved_heads(config, name):
+    if heads := _interleaved_heads(config, name):
         return _interleaved(heads, shape[0] // heads), None
     if config["model_type"] != QWEN3_5 or ".linear_attn." not in name:
         return None, None

@@ -39,7 +39,7 @@ class DeepseekV32(Glm4MoeLite):
     default_epsilon = 1e-6
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
     chooses_keys = True
-    gguf_architecture = ""
+    gguf_architecture = "deepseek32"
     indexer_rotates_adjacent = False
 
     def check(self, config: Config) -> None:
@@ -122,6 +122,7 @@ class GlmMoeDsa(DeepseekV32):
     model_types = ("glm_moe_dsa",)
     architectures = ("GlmMoeDsaForCausalLM",)
     default_epsilon = 1e-5
+    gguf_architecture = "glm-dsa"
     indexer_rotates_adjacent = True
 
     def missing_keys(self, config: Config) -> dict[str, Any]:

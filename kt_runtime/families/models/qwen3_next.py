@@ -121,6 +121,9 @@ class Qwen3Next(GroupedQueryFamily):
         interval = self.interval(config)
         return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(integer(config, "num_hidden_layers"))]
 
+    def is_offset(self, name: str) -> bool:
+        return name.endswith("norm.weight") and ".linear_attn." not in name
+
     def missing_keys(self, config: Config) -> dict[str, Any]:
         rope = config.get("rope_parameters") or {}
         written = {

@@ -6,7 +6,8 @@ slack; training gets the least slack of all decoding requests. So each keeps the
 took: a slice that was longer than expected, or a prompt between two steps, is paid back before training goes on.
 
 A short request may end before it can be paid back for the prompts of others that came between its steps. So training
-leaves each request the time of `PROMPTS_LEFT` such prompts, at most `MOST_LEFT_STEPS` targets.
+leaves each request the time of `PROMPTS_LEFT` such prompts, at most `MOST_LEFT_STEPS` targets, or `MARGIN` of what the
+target gives it, if that is more.
 
 A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A request that arrives waits
 for the turn's end, so with a target for the first token a turn is no longer than an idle one. A slice that can't be cut
@@ -14,6 +15,11 @@ and needs longer runs when all requests have that much slack. `most` tells the s
 part of a slice that costs much more than a larger one, which reads the layer's weights as often, waits for it.
 
 **Prefill has priority over training.** While a request waits for its first token, there is no training.
+
+**Prompts held.** Where training has taken slack, a prompt can be what a request near its target can't be paid back for.
+Such a prompt waits, while decode steps without training give that request slack, as long as its first token is expected
+within `SHARE_OF_HOLDING` of the target for it. Prompts that come meanwhile are computed with it, and read the weights
+once.
 
 **Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
 (TTFT): a request that arrives waits for the rest of a turn.
@@ -33,28 +39,33 @@ SERVING_SECONDS = 0.01
 """Budget of a turn between batches if no target is stated."""
 IDLE_SECONDS = 0.05
 """Budget of a turn while nothing is served: how long training may delay a request."""
-SHARE_OF_FIRST_TOKEN = 0.25
+SHARE_OF_HOLDING = 0.8
+"""A prompt is held only while its first token is expected within this share of the target for it."""
+SHARE_OF_FIRST_TOKEN = 0.35
 """Of the target for the first token, at most this share is an idle turn's, and that of a slice without requests: a cut
 costs training time."""
-MARGIN = 0.95
-"""The budgets are for this share of the target, since the time between engine and client belongs to it too."""
-MOST_STEPS = 3
-PROMPTS_LEFT = 2
+MARGIN = 0.04
+"""Training leaves this share of the target, since the time between engine and client belongs to it too."""
+MOST_STEPS = 4
+PROMPTS_LEFT = 1.5
 MOST_LEFT_STEPS = 5
 LEARNING = 16
 """The time of a prompt is the mean of about so many."""
-STEP = "decode step"
+STEP, PROMPT = "decode step", "prompt"
 
 
 @dataclass(frozen=True)
 class Load:
     """The engine's requests. `decoding`: of each that gets a token from the next decode step, the seconds since its
     first token, and its tokens so far. `waiting`: the number of those without a first token, queued or with a part of
-    their prompt computed. `is_serving`: there is any request."""
+    their prompt computed. `is_serving`: there is any request. `waited`: the seconds of the one that has waited longest.
+    `waiting_tokens`: of the prompts of those that wait."""
 
     decoding: tuple[tuple[float, int], ...]
     waiting: int
     is_serving: bool
+    waited: float = 0.0
+    waiting_tokens: int = 0
 
 
 IDLE = Load((), 0, False)
@@ -79,12 +90,18 @@ NOTHING = TurnBudget(0.0, cuts=True, at_least_one=False)
 
 
 class Budget:
-    """`clock`: monotonic seconds. `settings` may change at any time, for the next turn."""
+    """`clock`: monotonic seconds. `settings` may change at any time, for the next turn.
+
+    Each turn: `turn`, before the requests that have arrived are taken; `batch`, after it; `ran`, if slices ran; and
+    `holds`, if prompts wait. Then the engine computes a batch.
+    """
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings, self._clock = settings, clock
         self._before, self._began, self._trained = IDLE, clock(), 0.0
-        self._steps = Estimates()
+        self._holds = False
+        self._last_trained = -math.inf
+        self._costs = Estimates()
         self._prompt_seconds = 0.0
         self._prompts_learned = 0
         self.latest = NOTHING
@@ -94,25 +111,55 @@ class Budget:
     def ran(self, seconds: float) -> None:
         """Slices of the present turn have taken so long."""
         self._trained += seconds
+        if seconds > 0:
+            self._last_trained = self._clock()
 
     def turn(self, load: Load) -> TurnBudget:
         """The budget of the turn that begins now. Call once per turn: it learns from the turn before."""
         now = self._clock()
         self._learn(max(0.0, now - self._began - self._trained), load)
-        self._before, self._began, self._trained = load, now, 0.0
+        self._before, self._began, self._trained, self._holds = load, now, 0.0, False
         self.latest = self._budget(load)
         return self.latest
+
+    def batch(self, load: Load) -> None:
+        """`load`: with the requests that have arrived since `turn`. The turn's batch is for these."""
+        self._before = load
+
+    def holds(self, load: Load) -> bool:
+        """Whether the prompts that wait are held for this turn, so that the requests that decode make a step."""
+        self._holds = self._should_hold(load)
+        return self._holds
+
+    def _should_hold(self, load: Load) -> bool:
+        settings = self.settings
+        if settings.schedule != "slices" or settings.tpot_target_ms is None or settings.ttft_target_ms is None:
+            return False
+        if not load.decoding or not load.waiting:
+            return False
+        prompts = self._prompts(load.waiting_tokens)
+        if load.waited + prompts >= SHARE_OF_HOLDING * settings.ttft_target_ms / 1000:
+            return False
+        oldest = max(age for age, _ in load.decoding)
+        if self._clock() - oldest > self._last_trained:
+            return False  # training has taken nothing from these requests
+        target = settings.tpot_target_ms / 1000
+        if self._step(len(load.decoding)) >= target:
+            return False  # steps give no slack
+        return self._slack(load, target) < prompts
 
     def _learn(self, served: float, load: Load) -> None:
         """`served`: seconds of the turn before, without training."""
         before = self._before
         if before.is_serving:
             self.serving_seconds += served
-        if before.waiting:
+        if before.waiting and not self._holds:
             self._prompts_learned = min(self._prompts_learned + 1, LEARNING)
             self._prompt_seconds += (served - self._prompt_seconds) / self._prompts_learned
+            if before.waiting_tokens:
+                self._costs.learn(PROMPT, before.waiting_tokens, served)
         elif before.decoding and load.decoding:
-            self._steps.learn(STEP, len(before.decoding), served)
+            self._costs.learn(STEP, len(before.decoding), served)
 
     def _budget(self, load: Load) -> TurnBudget:
         if self.settings.schedule == "whole_calls":
@@ -123,9 +170,8 @@ class Budget:
             return NOTHING
         if self.settings.tpot_target_ms is None or not load.decoding:
             return TurnBudget(SERVING_SECONDS, cuts=self.settings.has_target)
-        target = MARGIN * self.settings.tpot_target_ms / 1000
-        slack = min(target * tokens - age for age, tokens in load.decoding) - self._step(len(load.decoding))
-        slack -= min(PROMPTS_LEFT * self._prompt_seconds, MOST_LEFT_STEPS * target)
+        target = self.settings.tpot_target_ms / 1000
+        slack = self._slack(load, target, min(PROMPTS_LEFT * self._prompt_seconds, MOST_LEFT_STEPS * target))
         if slack <= 0:
             return NOTHING
         most = MOST_STEPS * target
@@ -133,10 +179,19 @@ class Budget:
             most = min(most, SHARE_OF_FIRST_TOKEN * self.settings.ttft_target_ms / 1000)
         return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most, most=most)
 
+    def _slack(self, load: Load, target: float, left: float = 0.0) -> float:
+        """Of the request that has the least, after the next step, without `left` or the margin."""
+        least = min(target * tokens - max(MARGIN * target * tokens, left) - age for age, tokens in load.decoding)
+        return least - self._step(len(load.decoding))
+
     def _step(self, num_requests: int) -> float:
         """Seconds of the next decode step; 0 before the first one."""
-        expected = self._steps(STEP, num_requests)
+        expected = self._costs(STEP, num_requests)
         return 0.0 if math.isinf(expected) else expected
+
+    def _prompts(self, tokens: int) -> float:
+        expected = self._costs(PROMPT, tokens)
+        return self._prompt_seconds if math.isinf(expected) else expected
 
     def _idle(self) -> TurnBudget:
         if self.settings.ttft_target_ms is None:

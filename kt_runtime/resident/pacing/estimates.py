@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 
 FORGETTING = 4
-"""With each slice, a too high estimate falls by a quarter of the difference. A too low estimate rises immediately."""
+"""With each slice, an estimate moves by a quarter of the difference. One that followed the slowest slice would cut the
+next ones smaller than needed, long after a pause of the machine; what a slice takes too long is paid back anyway."""
 
 
 class Estimates:
-    """Sizes between two powers of two share an estimate: a slice of few tokens costs more per token."""
+    """Sizes between two powers of two share an estimate: a slice of few tokens costs more per token, so what smaller
+    ones of the kind cost per token is the most that a larger one does."""
 
     def __init__(self) -> None:
         self._seconds_per_unit: dict[str, dict[int, float]] = {}
 
     def __call__(self, kind: str, size: int) -> float:
-        """Expected seconds, rather too many than too few; infinite if no slice of the kind tells.
+        """Expected seconds; infinite if no slice of the kind tells.
 
-        Where none of about this size has run, the next smaller one tells: its cost per unit is higher. A larger one
-        does not.
+        Of about this size, or smaller: then rather too many. A larger one does not tell. So a size that was slow once
+        and does not run any more is tried again when smaller ones show that it fits.
         """
         known, size = self._seconds_per_unit.get(kind, {}), max(size, 1)
-        smaller = [bucket for bucket in known if bucket <= size.bit_length()]
-        return known[max(smaller)] * size if smaller else math.inf
+        return min((cost for bucket, cost in known.items() if bucket <= size.bit_length()), default=math.inf) * size
 
     def knows(self, kind: str, size: int) -> bool:
         """Whether a slice of about this size has run."""
@@ -31,5 +32,6 @@ class Estimates:
     def learn(self, kind: str, size: int, seconds: float) -> None:
         size = max(size, 1)
         of_kind = self._seconds_per_unit.setdefault(kind, {})
-        found, known = seconds / size, of_kind.get(size.bit_length(), 0.0)
-        of_kind[size.bit_length()] = max(found, known + (found - known) / FORGETTING)
+        found = seconds / size
+        known = of_kind.get(size.bit_length(), found)
+        of_kind[size.bit_length()] = known + (found - known) / FORGETTING

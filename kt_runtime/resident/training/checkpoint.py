@@ -14,6 +14,7 @@ session runs nothing else. The functions that access the session are generators 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -43,6 +44,8 @@ from kt_runtime.resident.host import Host
 from kt_runtime.resident.scheduler import Slice, Slices
 from kt_runtime.resident.training.portions import portions
 from kt_runtime.resident.training.session import Session
+from kt_runtime.resident.training.session_limits import num_parameters
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.wire.messages import LoraSettings
 
 SESSION_FILE = "session.json"
@@ -71,7 +74,8 @@ class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a session's state at one moment: training may continue while the copy is written."""
+    """A copy of a session's state at one moment: training may continue while the copy is written. It is whole: a
+    checkpoint does not depend on the number of ranks."""
 
     saved: SavedSession
     adapter: AdapterTensors
@@ -86,7 +90,10 @@ def checked_path(path: str) -> Path:
 
 
 def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
-    """Copies masters (and moments, with `optimizer`) to the CPU. The session must not change meanwhile."""
+    """Copies masters (and moments, with `optimizer`) to the CPU. The session must not change meanwhile.
+
+    All ranks run the slices, in the same order; each gets the whole copy.
+    """
     saved = SavedSession(
         rank=session.settings.rank,
         alpha=session.settings.alpha,
@@ -96,22 +103,29 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
         has_optimizer=optimizer,
     )
     adapter = yield from copied_masters(session)
-    state = yield from _copied(session.optimizer.tensors() if optimizer else {})
+    state = yield from _copied(session.optimizer.tensors() if optimizer else {}, session.parts, suffix=True)
     return Snapshot(saved, adapter, state)
+
+
+def copied_bytes(session: Session, *, optimizer: bool) -> int:
+    """Of a `snapshot`."""
+    moments = [*session.optimizer.first.items(), *session.optimizer.second.items()] if optimizer else []
+    shapes = [session.parts.whole_shape(name, own) for name, own in (*session.parameters.items(), *moments)]
+    return 4 * sum(math.prod(shape) for shape in shapes)
 
 
 def taken_masters(session: Session) -> tuple[AdapterTensors, Contents]:
     """As `copied_masters`, and what is known of the copy (`MasterCopies.take`), on another thread than the engine's.
 
-    The session must not change meanwhile.
+    The session must not change meanwhile. Not with several ranks, which exchange their parts on the engine's thread.
     """
     copies, contents = session.copies.take()
     return _masters(session, copies), contents
 
 
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
-    """A copy of the session's masters as an adapter."""
-    return _masters(session, (yield from _copied(session.parameters)))
+    """A copy of the session's masters as an adapter, whole. All ranks run the slices, in the same order."""
+    return _masters(session, (yield from _copied(session.parameters, session.parts)))
 
 
 def _masters(session: Session, copied: Mapping[str, torch.Tensor]) -> AdapterTensors:
@@ -183,13 +197,15 @@ def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
     """
     with errors_of_path(path, "read"):
         adapter = read_peft_directory(path, family, host.config, host.max_lora_rank)
-        masters = masters_from(adapter, session, host.device, str(path))
+        masters = masters_from(adapter, session, session.parts, host.device, str(path))
         saved, moments = _read_session(path, session)
     missing = [module.name for module in session.modules if f"{module.name}.lora_A" not in masters]
     if missing:
         raise ConflictError(f"{path}: has no tensors for {missing[0]!r}, which session {session.name!r} trains")
     moments = {
-        name: value.to("cpu" if name.endswith(".steps") else host.device, torch.float32, copy=True)
+        name: _own_moment(name, value, session.parts).to(
+            "cpu" if name.endswith(".steps") else host.device, torch.float32, copy=True
+        )
         for name, value in moments.items()
     }
     return Saved(masters, moments, *((saved.step, saved.calls) if saved else (0, 0)))
@@ -212,9 +228,9 @@ class Trained(Protocol):
 
 
 def masters_from(
-    adapter: AdapterTensors, session: Trained, device: torch.device, where: str
+    adapter: AdapterTensors, session: Trained, parts: AdapterParts, device: torch.device, where: str
 ) -> dict[str, torch.Tensor]:
-    """Copies of the adapter's tensors, as values of the session's masters.
+    """Copies of the adapter's tensors, as values of the session's masters: of this rank's parts.
 
     A scaling that differs from the session's is folded into B. Raises ConflictError if the ranks differ or the adapter
     adapts a module that the session does not train.
@@ -228,8 +244,8 @@ def masters_from(
     for name, pair in adapter.modules.items():
         if name in trained:
             scaled = pair.scaled(factor)
-            tensors[f"{name}.lora_A"] = scaled.a.to(device, torch.float32, copy=True)
-            tensors[f"{name}.lora_B"] = scaled.b.to(device, torch.float32, copy=True)
+            for own, whole in ((f"{name}.lora_A", scaled.a), (f"{name}.lora_B", scaled.b)):
+                tensors[own] = parts.own(own, whole).to(device, torch.float32, copy=True)
         elif pair.a.any() or pair.b.any():  # an all-zero pair only completes a fused group
             raise ConflictError(f"{where}: adapts {name!r}, which session {session.name!r} does not train")
     return tensors
@@ -242,7 +258,8 @@ def _read_session(path: Path, session: Session) -> tuple[SavedSession | None, di
     with open_directory(path) as directory:
         if not saved.has_optimizer:
             return saved, {}
-        largest = 2 * sum(value.nbytes for value in session.parameters.values()) + MAX_SESSION_BYTES * 64
+        masters_bytes = 4 * num_parameters(session.modules, session.settings.rank)
+        largest = 2 * masters_bytes + MAX_SESSION_BYTES * 64
         state = read_tensors(directory.read(OPTIMIZER_FILE, largest), str(path / OPTIMIZER_FILE))
     _check_optimizer(state, session, path / OPTIMIZER_FILE)
     return saved, state
@@ -265,7 +282,8 @@ def _read_saved(path: Path) -> SavedSession | None:
 def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Path) -> None:
     expected: dict[str, Any] = {}
     for name, parameter in session.parameters.items():
-        expected |= {f"{name}.first": parameter.shape, f"{name}.second": parameter.shape, f"{name}.steps": ()}
+        shape = session.parts.whole_shape(name, parameter)
+        expected |= {f"{name}.first": shape, f"{name}.second": shape, f"{name}.steps": ()}
     for name, tensor in state.items():
         if name not in expected:
             raise AdapterError(f"{where}: unknown key {name!r}; session {session.name!r} does not train it")
@@ -285,10 +303,25 @@ def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Pa
             raise AdapterError(f"{where}: {missing[0]!r} is missing")
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, dict[str, torch.Tensor]]:
+def _copied(
+    tensors: Mapping[str, torch.Tensor], parts: AdapterParts, *, suffix: bool = False
+) -> Generator[Slice, None, dict[str, torch.Tensor]]:
+    """`suffix`: names are those of moments: a parameter's, ".", and the kind."""
     copied: dict[str, torch.Tensor] = {}
     for upcoming, names in portions("copy", tensors):
         yield upcoming
         for name in names:
-            copied[name] = tensors[name].detach().to("cpu", torch.float32, copy=True)
+            own = tensors[name].detach()
+            whole = _whole_moment(name, own, parts) if suffix else parts.whole(name, own)
+            copied[name] = whole.to("cpu", torch.float32, copy=whole is own)
     return copied
+
+
+def _whole_moment(name: str, own: torch.Tensor, parts: AdapterParts) -> torch.Tensor:
+    parameter, _, kind = name.rpartition(".")
+    return own if kind == "steps" else parts.whole(parameter, own)
+
+
+def _own_moment(name: str, whole: torch.Tensor, parts: AdapterParts) -> torch.Tensor:
+    parameter, _, kind = name.rpartition(".")
+    return whole if kind == "steps" else parts.own(parameter, whole)

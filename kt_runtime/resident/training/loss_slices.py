@@ -23,6 +23,7 @@ from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.losses import LossTokens, LossValue, hidden_gradient, log_softmax, tokens_per_chunk
 from kt_runtime.resident.twin.batches import Microbatch
+from kt_runtime.resident.twin.split import SplitVocabulary
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _chunk_slice(kind: str, chunks: list[slice], index: int) -> Slice:
 def _read_chunk(
     chunk: slice,
     normed: torch.Tensor,
-    head: torch.Tensor,
+    head: torch.Tensor | SplitVocabulary,
     places: _Places,
     counts: torch.Tensor,
     seen: _Seen,
@@ -151,7 +152,7 @@ def _is_argmax(logits: torch.Tensor, targets: torch.Tensor, counted: torch.Tenso
 def _second_pass(
     chunks: list[slice],
     normed: torch.Tensor,
-    head: torch.Tensor,
+    head: torch.Tensor | SplitVocabulary,
     places: _Places,
     slopes: torch.Tensor,
     kept: torch.Tensor | None,

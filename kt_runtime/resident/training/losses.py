@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from kt_runtime.ops.matmul import frozen_linear, gradient_product
+from kt_runtime.resident.twin.split import SplitVocabulary
 
 MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 
@@ -76,24 +77,25 @@ def tokens_per_chunk(vocabulary: int) -> int:
     return max(1, MAX_LOGITS_ELEMENTS // vocabulary)
 
 
-def log_softmax(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def log_softmax(hidden: torch.Tensor, head: torch.Tensor | SplitVocabulary) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and log-probabilities [N, V], float32. `hidden` [N, H]: the final norm's output; `head` [V, H]."""
-    logits = frozen_linear(hidden, head).float()
+    logits = (frozen_linear(hidden, head) if isinstance(head, torch.Tensor) else head.logits(hidden)).float()
     return logits, torch.log_softmax(logits, dim=-1)
 
 
 def hidden_gradient(
-    everything: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, head: torch.Tensor
+    everything: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, head: torch.Tensor | SplitVocabulary
 ) -> torch.Tensor:
     """Gradient [N, H] of the hidden state, in the head's dtype. Overwrites `everything`, the result of `log_softmax`.
 
     A token with slope 0 costs nothing.
     """
-    gradient = torch.zeros(len(targets), head.shape[1], dtype=head.dtype, device=head.device)
+    gradient = torch.zeros(len(targets), head.shape[1], dtype=head.dtype, device=everything.device)
     rows = slopes.nonzero()[:, 0]
     if len(rows) < len(targets):
         everything, targets, slopes = everything[rows], targets[rows], slopes[rows]
     by_logits = everything.exp_().mul_(-slopes[:, None])
     by_logits.scatter_add_(1, targets[:, None], slopes[:, None])
-    gradient[rows] = gradient_product(by_logits.to(head.dtype), head)
+    by_logits = by_logits.to(head.dtype)
+    gradient[rows] = gradient_product(by_logits, head) if isinstance(head, torch.Tensor) else head.by_hidden(by_logits)
     return gradient

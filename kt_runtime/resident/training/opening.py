@@ -17,6 +17,7 @@ from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.training.checkpoint import masters_from
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.resident.twin.lora import initial_values
 from kt_runtime.wire.messages import LoraSettings, SessionInfo
 
@@ -52,7 +53,8 @@ class Opening:
 
 @dataclass(frozen=True)
 class Start:
-    """`masters`: parameter name -> value. These and `reference`'s tensors are float32 copies on the device."""
+    """`masters`: parameter name -> value. These and `reference`'s tensors are float32 copies on the device, of several
+    ranks the parts of this one."""
 
     masters: Mapping[str, torch.Tensor]
     reference: AdapterTensors | None
@@ -69,14 +71,16 @@ def read_start(opening: Opening, start_from: Path | None, reference: Path | None
 
     Raises NotFoundError, AdapterError and ConflictError.
     """
+    parts = AdapterParts(family.lora_modules(host.config), host.exchange)
     masters: dict[str, torch.Tensor] = {}
     if start_from is not None:
-        masters = masters_from(_read(start_from, family, host), opening, host.device, str(start_from))
-    frozen = None if reference is None else _frozen(_read(reference, family, host), host.device)
+        masters = masters_from(_read(start_from, family, host), opening, parts, host.device, str(start_from))
+    frozen = None if reference is None else _frozen(_read(reference, family, host), parts, host.device)
     for module in opening.modules:
         if f"{module.name}.lora_A" not in masters:
-            a, b = initial_values(module, opening.settings.rank, opening.settings.seed)
-            masters[f"{module.name}.lora_A"], masters[f"{module.name}.lora_B"] = a.to(host.device), b.to(host.device)
+            drawn = initial_values(module, opening.settings.rank, opening.settings.seed)
+            for name, whole in zip((f"{module.name}.lora_A", f"{module.name}.lora_B"), drawn, strict=True):
+                masters[name] = (parts.own(name, whole).clone() if parts.is_split(name) else whole).to(host.device)
     return Start(masters, frozen)
 
 
@@ -85,12 +89,16 @@ def _read(path: Path, family: Family, host: Host) -> AdapterTensors:
         return without_fillers(read_adapter(path, family, host.config, host.max_lora_rank))
 
 
-def _frozen(adapter: AdapterTensors, device: torch.device) -> AdapterTensors:
+def _frozen(adapter: AdapterTensors, parts: AdapterParts, device: torch.device) -> AdapterTensors:
     """A float32 copy on the device, which does not keep the file's bytes alive."""
+
+    def copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return parts.own(name, tensor).to(device, torch.float32, copy=True)
+
     return replace(
         adapter,
         modules={
-            name: LoraPair(*(tensor.to(device, torch.float32, copy=True) for tensor in pair))
+            name: LoraPair(copied(f"{name}.lora_A", pair.a), copied(f"{name}.lora_B", pair.b))
             for name, pair in adapter.modules.items()
         },
     )

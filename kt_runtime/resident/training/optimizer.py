@@ -7,7 +7,7 @@ non-finite gradient before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,6 +76,8 @@ class AdamW:
     `changed` is called with the names of parameters that a slice has updated. `threads`: for parameters in host memory.
     They share a slice by pieces, each computed by one thread: OpenMP's threads would wait for each other after each of
     the dozen operations, and at a few GB/s per processor there is nothing to win from them.
+
+    `over_ranks`: of each number the largest on any rank, each of which has a part of the parameters.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class AdamW:
         parameters: Mapping[str, torch.nn.Parameter],
         changed: Callable[[list[str]], None] = lambda names: None,
         threads: ThreadPoolExecutor | None = None,
+        over_ranks: Callable[[Sequence[float]], Sequence[float]] = lambda values: values,
     ) -> None:
         self.parameters, self._changed, self._threads = parameters, changed, threads
+        self._over_ranks = over_ranks
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
         self.steps: dict[str, torch.Tensor] = {}
@@ -123,7 +127,8 @@ class AdamW:
                 with torch.no_grad():
                     found = [float(torch.linalg.vector_norm(tensors[name], float("inf"))) for name in names]
                 largest[index] = max(largest[index], *found)
-        return largest[0], largest[1]
+        parameter, first = self._over_ranks(largest)
+        return parameter, first
 
     def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
         """One step over the parameters in `gradient`, in slices. Each slice removes its entries from `gradient`.
@@ -183,18 +188,26 @@ class AdamW:
             kinds[kind][name] = value
 
 
-def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice, None, float]:
+def _norm_of(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient)
+
+
+def clip(
+    gradient: dict[str, torch.Tensor],
+    max_norm: float,
+    norm_of: Callable[[str, torch.Tensor], torch.Tensor] = _norm_of,
+) -> Generator[Slice, None, float]:
     """Scales `gradient` in place to a global norm of at most `max_norm` (0: no clipping); returns the norm before.
 
     The norm is the L2 norm over all tensors together, bit-identical to `torch.nn.utils.get_total_norm`. Raises
     NumericsError, and leaves `gradient` unchanged, if an element is NaN or infinite or the norm is not below
-    `LARGEST_NORM`.
+    `LARGEST_NORM`. `norm_of`: of one gradient, by its name.
     """
     norms: list[torch.Tensor] = []
     for upcoming, names in portions("gradient norm", gradient):
         yield upcoming
         with torch.no_grad():
-            norms += [torch.linalg.vector_norm(gradient[name]) for name in names]
+            norms += [norm_of(name, gradient[name]) for name in names]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if not float(norm) < LARGEST_NORM:
         bad = [name for name, each in zip(sorted(gradient), norms, strict=True) if not torch.isfinite(each)]

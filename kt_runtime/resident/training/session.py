@@ -32,6 +32,7 @@ from kt_runtime.resident.training.preference import PreferenceLossFunction
 from kt_runtime.resident.training.replay import CallRoutes
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.training.slices import training_call
+from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.resident.twin.batches import TrainingBatch, split
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
@@ -78,19 +79,20 @@ class Session:
         settings: LoraSettings,
         parameters: dict[str, torch.nn.Parameter],
     ) -> None:
-        """`parameters`: the result of `lora.create` for `key`."""
+        """`parameters`: the result of `lora.create` for `key`; of several ranks this one's parts (`AdapterParts`)."""
         self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
         self.id = SessionId(key, name)
         self._twin, self._lora, self.parameters = twin, lora, parameters
+        self.parts = AdapterParts(self.modules, twin.exchange)
         self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
         self.gradient: dict[str, torch.Tensor] = {}
         on_host = all(device.is_host(each.device) for each in parameters.values())
         self._threads = thread_pool("kt-masters") if on_host else None
         masters_bytes = 4 * sum(each.numel() for each in parameters.values())
-        # The engine waits for the optimizer's threads, and for no copy.
-        self._copying = thread_pool("kt-copies", masters_bytes) if on_host else None
+        # The engine waits for the optimizer's threads, and for no copy. Of several ranks none has whole masters.
+        self._copying = thread_pool("kt-copies", masters_bytes) if on_host and twin.exchange is None else None
         self.copies = MasterCopies(self.parameters, self._copying)
-        self.optimizer = AdamW(self.parameters, self.copies.stepped, self._threads)
+        self.optimizer = AdamW(self.parameters, self.copies.stepped, self._threads, self.parts.largest)
         self.step = 0
         self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
@@ -180,7 +182,7 @@ class Session:
             raise ConflictError(
                 f"session {self.name!r}: no gradient since the last step; send forward_backward before optim_step"
             )
-        norm: float = yield from clip(gradient, settings.max_grad_norm)
+        norm: float = yield from clip(gradient, settings.max_grad_norm, self.parts.norm)
         try:
             clipped = min(norm, settings.max_grad_norm) if settings.max_grad_norm > 0 else norm
             yield from self.optimizer.check_range(clipped, settings)
@@ -213,7 +215,7 @@ class Session:
     ) -> Slices:
         """Copies `masters`, takes ownership of `moments` (named as in `AdamW.tensors`) and clears the gradient.
 
-        The caller checks names and shapes.
+        Both are of this rank's parts. The caller checks names and shapes.
         """
         for upcoming, names in portions("copy", masters):
             yield upcoming

@@ -5,7 +5,8 @@ expert store. `get_peft_model` on the whole model is not used: it silently skips
 
 A parameter is called `<module>.lora_A` or `<module>.lora_B`, with module names as in `kt_runtime.families`.
 
-Shapes: dense A [R, in], B [out, R]; routed experts A [E, R, in], B [E, out, R].
+Shapes: dense A [R, in], B [out, R]; routed experts A [E, R, in], B [E, out, R]. Of several ranks each has the part of B
+and of the experts that its twin has, and the whole A of dense modules.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kt_runtime.families import LoraModule
 from kt_runtime.resident.scheduler import Slice, run_at_once
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 from kt_runtime.resident.twin.model import Twin
+from kt_runtime.resident.twin.split import SplitLinear, SplitLoraLinear
 
 
 class LoraModules:
@@ -182,7 +184,8 @@ class LoraModules:
             if isinstance(module, LoraLinear):
                 module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
             else:
-                module = LoraLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
+                made = SplitLoraLinear if isinstance(module, SplitLinear) else LoraLinear
+                module = made(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
                 self._twin.replace(name, module)
         # PEFT gives adapters the base's dtype; masters are always float32.
         module.lora_A[key].weight = a

@@ -8,6 +8,9 @@ On a machine without a GPU every operation between token ids and log-probabiliti
 training (`kt_runtime.ops`, `attention.py`), so both get the same bits. The rotary table is the engine's, and must be
 there. On a GPU Hugging Face's module computes the table.
 
+Of several ranks each has a part of the engine's tensors, and the twin has views of these (`split.py`). Its methods then
+take and return whole activations, equal on all ranks.
+
 The model's own `forward` is not used. The slices call embedding, layers, norm and head separately, so no mask is built
 and nothing is cached.
 
@@ -43,10 +46,12 @@ from kt_runtime.resident.twin.frozen import (
 )
 from kt_runtime.resident.twin.replay import LayerRoutes
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, grouped_router
+from kt_runtime.resident.twin.split import SplitParts, SplitVocabulary, own_source, split_attention
 
 
 class Twin:
-    """`experts`: module name -> routed-expert module, for each MoE layer. `device`, `dtype`: the engine's."""
+    """`experts`: module name -> routed-expert module, for each MoE layer. `device`, `dtype`: the engine's. `split`: the
+    parts of several ranks, None with one."""
 
     def __init__(self, host: Host) -> None:
         self.family: Family = family_for(host.config)
@@ -57,12 +62,16 @@ class Twin:
         self.device, self.dtype = host.device, host.dtype
         self._store = host.experts
         self._attends_in_float32 = host.attends_in_float32
+        self.exchange = host.exchange
         self.experts: dict[str, RoutedExperts] = {}
         with torch.inference_mode(False), torch.no_grad():
             self._model = _on_meta(self.family, host)
             self._chunks = _chunks(self.family, host.config)
             self._place_experts(host.config)
             sources, tensors = self.family.twin_sources(host.config), host.tensors()
+            if host.exchange is not None:
+                share = host.exchange.share
+                sources = [own_source(source, self._model, tensors, share) for source in sources]
             self._views = _share(self._model, sources, tensors)
             self._angles = (
                 _engine_tensor("rotary table", self.family.rotary_table_of(host.config), tensors).to(host.dtype)
@@ -72,10 +81,16 @@ class Twin:
             self._interleaved = self.family.rotates_adjacent(host.config)
             self._windows = [self.family.window(host.config, layer) for layer in range(self.num_layers)]
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
+            self.split = None if host.exchange is None else SplitParts(self._model, self.vocabulary, host.exchange)
         self._refuse_leftovers()
         self._model.eval()
         self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
-        self.copied_bytes = bytes_not_shared(self._model, tensors)
+        self._copied_bytes = bytes_not_shared(self._model, tensors)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of weights that the twin holds beside the engine's."""
+        return self._copied_bytes + (0 if self.split is None else self.split.fetched_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -91,12 +106,15 @@ class Twin:
         return int(self._model.config.vocab_size)
 
     @property
-    def head(self) -> torch.Tensor:
+    def head(self) -> torch.Tensor | SplitVocabulary:
         """lm_head's weight [V, H]."""
-        return self._model.lm_head.weight
+        head: torch.Tensor = self._model.lm_head.weight
+        return head if self.split is None else self.split.head
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids [B, S] -> embeddings [B, S, H]."""
+        if self.split is not None:
+            return self.split.embedding.embed(tokens)
         return self._model.model.embed_tokens(tokens)
 
     def positions(self, hidden: torch.Tensor, places: torch.Tensor | None = None) -> Positions:
@@ -231,7 +249,7 @@ class Twin:
         normalises = self.family.softmax_normalises(config)
         for layer in self.family.moe_layers(config):
             prefix = self.family.expert_prefix(layer)
-            self.experts[prefix] = RoutedExperts(self._store, layer)
+            self.experts[prefix] = RoutedExperts(self._store, layer, self.exchange)
             self.replace(prefix, self.experts[prefix])
             if normalises is not None:
                 top_k = self.family.num_experts_per_tok(config)
@@ -278,6 +296,8 @@ def _on_meta(family: Family, host: Host) -> Any:
             attention.absorb(layer.self_attn, family.name, _indexing(stack, index))
         else:
             attention.rotate_natively(layer.self_attn, family.window(host.config, index))
+            if host.exchange is not None:
+                split_attention(layer.self_attn, host.exchange)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear

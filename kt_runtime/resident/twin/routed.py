@@ -15,6 +15,7 @@ from kt_runtime.experts.dense import GroupedRouting
 from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.ops.matmul import frozen_linear, rounded
 from kt_runtime.ops.router import float32_logits, softmax_top_k
+from kt_runtime.ranks import Exchange, TrainedExperts
 from kt_runtime.resident.twin.replay import LayerRoutes
 
 
@@ -26,11 +27,15 @@ class RoutedExperts(nn.Module):
     is on, with a seed from torch's generator. `padding` [T]: True for padding rows, which cost nothing and result in
     zeros; None: no padding. `needs_output` False: the whole result is zeros, for recomputation; backward computes the
     activations itself.
+
+    `exchange`: of several ranks, each of which has an equal part of the experts in its store, and of the adapters.
     """
 
-    def __init__(self, store: ExpertStore, layer: int) -> None:
+    def __init__(self, store: ExpertStore, layer: int, exchange: Exchange | None = None) -> None:
         super().__init__()
-        self._layer = store.layers[layer]
+        own = store.layers[layer]
+        total = store.shape.num_experts * (1 if exchange is None else exchange.share.num_ranks)
+        self._layer = own if exchange is None else TrainedExperts(own, exchange, total)
         self.adapters: dict[str, LoraSlot] = {}
         self.active: str | None = None
         self.drops_out = False

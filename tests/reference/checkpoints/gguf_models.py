@@ -37,6 +37,8 @@ AS_LLAMA_CPP: Mapping[str, Mapping[str, Any]] = {
             "rope_type": "llama3",
         },
     },
+    "tiny-deepseek-v32": {"index_head_dim": 64},
+    "tiny-glm-moe-dsa": {"index_head_dim": 64},
     "tiny-qwen3-next": {"linear_value_head_dim": 32},
     "tiny-qwen3-5-moe-text": {"linear_value_head_dim": 32},
 }

@@ -1,4 +1,10 @@
-"""Many requests leave no memory, file or thread behind. SOAK_REQUESTS: how many (`make soak`: 100,000)."""
+"""Many requests leave no memory, file or thread behind. SOAK_REQUESTS: how many (`make soak`: 100,000).
+
+The server's processes are forks (`sglang_patch/frontend/processes.py`). A page that a process has from its parent
+becomes its own when it writes to it, as every use of a Python object does. So the memory that a process shares with no
+other (USS) grows for a while, by 0.3 KB a request after some thousands, while the C library has 16 bytes more in use
+for each. Here the resident sets count, less what was kept of routes: their ring is bounded.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +24,16 @@ REQUESTS = int(os.environ.get("SOAK_REQUESTS", "1000"))
 WARM_UP = 400  # caches of the allocator and of Python fill, and bounded records
 AT_ONCE = 16
 TOKENS = 12
-GROWTH_BYTES = 32 << 20  # of all processes together; 16 MiB are for routes, whose ring fills in 4,400 requests
+GROWTH_BYTES = 8 << 20  # of all processes together, beside the kept routes
 SETTLING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Use:
-    """Of all processes of a server. `open_files`: descriptors, sockets among them."""
+    """Of all processes of a server. `route_bytes`: part of the memory. `open_files`: descriptors, sockets too."""
 
     resident_bytes: int
+    route_bytes: int
     open_files: int
     threads: int
 
@@ -36,8 +43,14 @@ def use_of(served: Served) -> Use:
     assert httpx.post(f"{served.api.url}/flush_cache", timeout=60, trust_env=False).status_code == 200
     frontend = forked_server.frontend_of(served.model_directory)
     processes = [frontend, *frontend.children(recursive=True)]
-    memory = sum(process.memory_full_info().uss for process in processes)
-    return Use(memory, sum(one.num_fds() for one in processes), sum(one.num_threads() for one in processes))
+    memory = sum(process.memory_info().rss for process in processes)
+    files, threads = sum(one.num_fds() for one in processes), sum(one.num_threads() for one in processes)
+    return Use(memory, route_bytes(served), files, threads)
+
+
+def route_bytes(served: Served) -> int:
+    routes = served.api.get("/kt/status")["kept_routes"]
+    return 0 if routes is None else routes["tokens"] * routes["size_bytes"] // routes["capacity_tokens"]
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], number: int) -> None:
@@ -87,7 +100,7 @@ def test_many_requests_leave_nothing_behind(float32_servers: Callable[[str], Ser
     for part, first in enumerate(range(0, REQUESTS, 10_000), start=1):
         attack(served, min(10_000, REQUESTS - first), part)
     after = settled(served, before.open_files)
-    grown = after.resident_bytes - before.resident_bytes
+    grown = after.resident_bytes - before.resident_bytes - (after.route_bytes - before.route_bytes)
     print(f"{REQUESTS} requests after {WARM_UP}: {grown / 2**20:.1f} MiB, {before} -> {after}")
     assert grown <= GROWTH_BYTES
-    assert (after.open_files, after.threads) == (before.open_files, before.threads)
+    assert after.open_files <= before.open_files and after.threads <= before.threads

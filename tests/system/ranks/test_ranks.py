@@ -20,11 +20,11 @@ from reference import lora
 from reference.server.greedy import Answer, ask
 from system import forked_server
 
-from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
-from kt_runtime.errors import ConflictError, KtError
+from kt_runtime.errors import KtError
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.wire.messages import STEP_RUNNING, LoraSettings
+from kt_runtime.wire.messages import STEP_RUNNING
 
 SECONDS = 60.0
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
@@ -93,7 +93,6 @@ def test_two_ranks_answer_with_the_bits_of_one(
         status = api.get("/kt/status")
         assert_each_rank_holds_its_share(directory, status, whole)
         assert (status["step"], status["step_exceptions"]) == (of_ranks[0] if of_ranks else STEP_RUNNING, [])
-        assert_training_is_refused(api)
     assert "exchange through gloo" not in (directory / f"two-{name}.log").read_text(errors="replace")
 
 
@@ -134,12 +133,7 @@ def assert_each_rank_holds_its_share(directory: Path, status: dict[str, Any], wh
     assert [each["expert_bytes"] for each in ranks] == [whole["expert_bytes"] // 2] * 2
     assert all(each["peak_bytes"] >= each["rss_bytes"] > 0 for each in ranks)
     assert len({each["pid"] for each in ranks}) == 2
-    assert not status["exact"]
-
-
-def assert_training_is_refused(api: ServerAPI) -> None:
-    with resident_client(api) as client, pytest.raises(ConflictError, match="this server has 2 ranks"):
-        client.create_session("s", LoraSettings(rank=4, alpha=8.0))
+    assert status["exact"] == (status["step"] == STEP_RUNNING)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,5 +1,5 @@
 """Real servers of the families beside DeepSeek and Qwen3-MoE, each from a checkpoint that transformers wrote: answers,
-training of routed experts in place, and that both agree."""
+training of routed experts in place, that both agree, and that the change leaves the server in an export."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from reference.place import Place
 from reference.server import greedy
 
 from kt_runtime.cli.connection import resident_client
+from kt_runtime.cli.main import main
 from kt_runtime.cli.server_process import server
 from kt_runtime.families import family_for
 from kt_runtime.wire import Batch
@@ -77,4 +78,11 @@ def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
         place.check(agreement(client, "experts", sample, "policy"))
         base = Agreement.of(trained(client, "experts", sample[0], "base"), sample[1])
         assert base.largest > 0.01, "the adapter changes what is served"
+
+        merged = tmp_path / "merged"
+        arguments = ["adapter", "export", "tuned", str(merged), "--format", "merged", "--dtype", "float32"]
+        assert main([*arguments, "--url", api.url]) == 0
+        expected = greedy.hugging_face(greedy.load_hugging_face(merged), prompt, NEW_TOKENS)
+        answer = greedy.generate(api, [prompt], NEW_TOKENS, lora_path=["tuned"], logprob_start_len=0)[0]
+        greedy.check(answer, expected, LOGPROB_TOLERANCE * place.float32_factor)
         client.close_session("experts")

@@ -88,7 +88,7 @@ def test_a_target_that_decoding_uses_up_leaves_training_to_the_time_without_requ
 ) -> None:
     api = float32_server.api
     api.patch("/kt/settings", {"tpot_target_ms": 0.1})
-    with stream(api, 200) as lines:
+    with stream(api, 2000) as lines:  # more than it has decoded when this client, however slow, has counted
         before = counted(api)[0]
         ticket = session.begin_forward_backward("targets", rows())
         for _ in range(20):

@@ -24,8 +24,10 @@ from kt_runtime.adapters import (
     write_gguf_adapter,
     write_peft_directory,
 )
-from kt_runtime.adapters.gguf_lora import COMPARED, NOT_EXPRESSIBLE, tensor_names
+from kt_runtime.adapters.gguf_lora import COMPARED, NOT_EXPRESSIBLE, places
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UserError
+from kt_runtime.experts.gguf import to_parts
+from kt_runtime.families.gguf import ways_of_linear
 
 EXPRESSIBLE = {
     "qwen3moe": ("all",),
@@ -114,7 +116,8 @@ def test_the_gguf_package_finds_llama_cpps_names_keys_and_shapes(tmp_path: Path,
 
 
 def test_every_module_of_a_family_has_the_name_that_llama_cpp_gives_it(qwen: Any, deepseek: Any) -> None:
-    names = tensor_names(deepseek.family, deepseek.config) | tensor_names(qwen.family, qwen.config)
+    found = places(deepseek.family, deepseek.config) | places(qwen.family, qwen.config)
+    names = {place.module.name: matrix.removesuffix(".weight") for matrix, place in found.items()}
     block0 = {name.removeprefix("model.layers.0."): found for name, found in names.items() if ".0." in name}
     assert block0 == {
         "self_attn.q_proj": "blk.0.attn_q",
@@ -301,7 +304,10 @@ def test_a_damaged_file_is_refused_or_read_but_never_crashes(
         assert "bad.gguf" in str(error)
 
 
-OTHERS = ("deepseek_v2", "deepseek_v2_lite", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+OTHERS = (
+    *("deepseek_v2", "deepseek_v2_lite", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    *("gpt_oss", "llama4", "qwen3_next", "qwen3_5_moe", "deepseek_v32", "glm_moe_dsa"),
+)
 
 
 @pytest.mark.parametrize("fixture", OTHERS)
@@ -320,11 +326,35 @@ def test_of_the_other_families_every_module_comes_back_as_it_was(
     assert stored[0] == stored[1]
 
 
+def stored_in(path: Path) -> dict[str, torch.Tensor]:
+    return {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("fixture", OTHERS)
+def test_products_in_the_file_are_changes_of_the_matrices_in_the_model_s_file(
+    tmp_path: Path, request: pytest.FixtureRequest, fixture: str
+) -> None:
+    """B A of each pair is what the converter of llama.cpp would make of the module's B A, as of its weights."""
+    model: Any = request.getfixturevalue(fixture)
+    projections = [name for name in model.family.projections(model.config) if name not in NOT_EXPRESSIBLE]
+    adapter = model.adapter(*projections, rank=3)
+    stored = stored_in(write(model, tmp_path / "a.gguf", adapter))
+    for module in model.family.lora_modules(model.config):
+        if module.name not in adapter.modules:
+            continue
+        way, pair = ways_of_linear(model.config, module)[0], adapter.modules[module.name]
+        for part, change in zip(way.parts, to_parts(way, pair.b @ pair.a), strict=True):
+            a, b = (stored.pop(f"{part.name}.lora_{letter}") for letter in "ab")
+            assert a.shape[-2] == b.shape[-1] == 3
+            assert torch.equal(b @ a, change.reshape(part.shape))
+    assert not stored
+
+
 def test_rows_of_mixtrals_queries_and_keys_are_interleaved_as_its_matrices_are(tmp_path: Path, mixtral: Any) -> None:
     """A head's rows are 0, size / 2, 1, size / 2 + 1, ... Values and outputs keep theirs."""
     adapter = mixtral.adapter("attention", rank=2)
     path = write(mixtral, tmp_path / "a.gguf", adapter)
-    stored = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+    stored = stored_in(path)
     for part, projection, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
         b = adapter.modules[f"model.layers.1.self_attn.{projection}"].b
         size = len(b) // heads
@@ -337,19 +367,78 @@ def test_rows_of_mixtrals_queries_and_keys_are_interleaved_as_its_matrices_are(t
 
 
 def test_every_family_that_is_compared_is_tested_here() -> None:
-    assert set(COMPARED) == {"qwen3_moe", "deepseek_v3", *OTHERS} - {"deepseek_v2_lite"}
+    named = {"llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text", "deepseek_v2_lite": "deepseek_v2"}
+    assert set(COMPARED) == {"qwen3_moe", "deepseek_v3", *(named.get(name, name) for name in OTHERS)}
 
 
-@pytest.mark.parametrize("fixture", ["gpt_oss", "llama4", "qwen3_next", "deepseek_v32"])
-def test_families_that_were_not_compared_with_llama_cpp_are_refused(
-    tmp_path: Path, request: pytest.FixtureRequest, fixture: str
+def test_a_family_that_was_not_compared_with_llama_cpp_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen: Any
 ) -> None:
-    other: Any = request.getfixturevalue(fixture)
+    monkeypatch.setattr("kt_runtime.adapters.gguf_lora.COMPARED", ("mixtral",))
     path = tmp_path / "a.gguf"
-    refused = rf"{path}: GGUF adapters of {other.family.name} are neither read nor written"
+    refused = rf"{path}: GGUF adapters of qwen3_moe are neither read nor written.*as those of mixtral were"
     with pytest.raises(AdapterError, match=refused):
-        write(other, path, other.adapter("o_proj"))
+        write(qwen, path, qwen.adapter("o_proj"))
     assert not path.exists()
     path.write_bytes(b"GGUF")
     with pytest.raises(AdapterError, match=refused):
-        read(other, path)
+        read(qwen, path)
+
+
+QKV, GATE, OLDER = "blk.0.attn_qkv.weight", "blk.0.attn_gate.weight", "blk.0.ssm_in.weight"
+ROWS = {QKV: 2 * 2 * 8 + 4 * 12, GATE: 4 * 12, OLDER: 2 * (2 * 8 + 4 * 12)}
+IN_PROJ = "model.layers.0.linear_attn.in_proj_qkvz"
+
+
+def next_file(**ranks: int) -> tuple[Edit, dict[str, torch.Tensor]]:
+    """LoRA of the matrices qkv, gate or older, at these ranks; and of each B A."""
+    chosen = {{"qkv": QKV, "gate": GATE, "older": OLDER}[name]: rank for name, rank in ranks.items()}
+    generator = np.random.default_rng(3)
+    pairs = {
+        matrix: tuple(generator.standard_normal(shape, np.float32) for shape in ((rank, 32), (ROWS[matrix], rank)))
+        for matrix, rank in chosen.items()
+    }
+
+    def edit(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        keys["arch"] = "qwen3next"
+        tensors.clear()
+        for matrix, pair in pairs.items():
+            tensors |= {f"{matrix}.lora_{letter}": tensor for letter, tensor in zip("ab", pair, strict=True)}
+
+    changes = {matrix: torch.from_numpy(8 / chosen[matrix] * (b @ a)) for matrix, (a, b) in pairs.items()}
+    return edit, changes
+
+
+@pytest.mark.parametrize("ranks", [{"qkv": 3}, {"gate": 2}, {"qkv": 3, "gate": 3}, {"qkv": 3, "gate": 5}, {"older": 4}])
+def test_of_a_module_in_two_matrices_each_may_have_its_own_pair(
+    make: Any, qwen3_next: Any, ranks: dict[str, int]
+) -> None:
+    """Qwen3-Next's queries, keys and values are one matrix of the file, the gate another; in older files one."""
+    edit, changes = next_file(**ranks)
+    adapter = read(qwen3_next, make(edit))
+    assert adapter.rank == sum(ranks.values())
+    pair = adapter.modules[IN_PROJ]
+    module = next(one for one in qwen3_next.family.lora_modules(qwen3_next.config) if one.name == IN_PROJ)
+    way = ways_of_linear(qwen3_next.config, module)["older" in ranks]
+    for part, found in zip(way.parts, to_parts(way, adapter.scaling * (pair.b @ pair.a)), strict=True):
+        expected = changes.get(part.name, torch.zeros(part.shape))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)  # sums of products up to 30
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (
+            {"qkv": 5, "gate": 4},
+            rf"'{QKV}' and '{GATE}': their rank together \(the rank\) is 9, above",
+        ),
+        ({"qkv": 2, "older": 2}, rf"'{QKV}' and '{OLDER}' hold the same weights"),
+    ],
+)
+def test_pairs_that_do_not_fit_together_are_refused(
+    make: Any, qwen3_next: Any, ranks: dict[str, int], message: str
+) -> None:
+    path = make(next_file(**ranks)[0])
+    with pytest.raises(AdapterError, match=message) as refused:
+        read(qwen3_next, path)
+    assert str(refused.value).startswith(str(path))

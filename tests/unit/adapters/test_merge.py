@@ -70,4 +70,4 @@ def test_interleaved_and_transposed_experts_are_merged_as_by_hand(gpt_oss: Any) 
     assert not merger.left
     expected = dict(lora.merge(model, adapter).named_parameters())
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=5e-7, atol=5e-7)  # 2.4e-7 of 2 measured

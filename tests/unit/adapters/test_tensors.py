@@ -12,7 +12,6 @@ import torch
 from kt_runtime.adapters import tensors
 from kt_runtime.adapters.tensors import (
     LARGE_BYTES,
-    NICENESS,
     allocated,
     free_spare,
     give_way,
@@ -21,6 +20,7 @@ from kt_runtime.adapters.tensors import (
     on_threads,
     thread_pool,
 )
+from kt_runtime.priority import NICENESS
 
 SHAPES = {"a": torch.Size((3, 5)), "none": torch.Size((0, 4)), "b": torch.Size((2, 7, 2))}
 

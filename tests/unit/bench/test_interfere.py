@@ -16,6 +16,7 @@ from kt_runtime.bench.interfere.figures import (
     WHOLE_CALLS,
     Answered,
     Targets,
+    Trained,
     Window,
     percentiles,
     ratios,
@@ -34,6 +35,8 @@ from kt_runtime.bench.interfere.plan import (
     poisson,
 )
 from kt_runtime.bench.interfere.report import print_report
+from kt_runtime.bench.interfere.run import trained_in
+from kt_runtime.bench.interfere.trainer import Moment
 from kt_runtime.bench.page.report import measurement_of, parse_report
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 
@@ -44,8 +47,8 @@ def answered(first: float, per_token: float, tokens: int = 11, sent: float = 5.0
     return Answered(sent, [(sent + first + index * per_token, 1 + index) for index in range(tokens)])
 
 
-def window(mode: str, times: list[tuple[float, float]], load: float = HALF, ends: tuple[float, ...] = ()) -> Window:
-    return Window(load, mode, 2.0, SECONDS, [answered(*each) for each in times], 0.8, ends)
+def window(mode: str, times: list[tuple[float, float]], load: float = HALF, trained: Trained | None = None) -> Window:
+    return Window(load, mode, 2.0, SECONDS, [answered(*each) for each in times], 0.8, trained)
 
 
 def test_arrivals_are_poisson_and_only_their_gaps_depend_on_the_rate() -> None:
@@ -99,6 +102,22 @@ def test_training_s_rate_is_between_ends_of_steps() -> None:
     assert tokens_per_s([10.0], 100) is None
 
 
+def test_a_window_counts_the_steps_that_it_cuts_in_part() -> None:
+    """A step takes 4 s of slices: 2 s of them before the window, two whole steps, and 1 s of the last."""
+    ends = [Moment(at, training, 0.0) for at, training in [(9.0, 100.0), (17.0, 104.0), (26.0, 108.0), (50.0, 112.0)]]
+    found = trained_in(ends, Moment(10.0, 102.0, 0.0), Moment(30.0, 109.0, 5.0))
+    assert found == Trained(seconds=20.0, slices_s=7.0, step_s=4.0) and found.steps == pytest.approx(7 / 4)
+    of_training = window(TRAINING, [(0.1, 0.01)], trained=found)
+    assert of_training.training_tokens_per_s(1000) == pytest.approx(1000 * 7 / 4 / 20)
+
+
+def test_a_window_in_which_no_step_ended_has_no_rate() -> None:
+    found = trained_in([Moment(9.0, 100.0, 0.0)], Moment(10.0, 100.0, 0.0), Moment(30.0, 103.0, 5.0))
+    assert found.steps is None
+    row = row_of(window(TRAINING, [(0.1, 0.01)], trained=found), Targets(25.0, 600.0), 1000, 500.0)
+    assert row["training_tokens_per_s"] is None and row["training_time_share"] == pytest.approx(3 / 20)
+
+
 def test_targets_are_stated_or_follow_from_the_server_without_training() -> None:
     idle = window(IDLE, [(0.1, 0.010), (0.3, 0.020)])
     assert targets_of(idle, 7.0, 8.0) == Targets(7.0, 8.0)
@@ -110,8 +129,8 @@ def rows() -> list[dict[str, Any]]:
     """Targets: 25 ms and 600 ms; steps of 1000 tokens; 500 tokens/s alone."""
     windows = [
         window(IDLE, [(0.1, 0.010), (0.3, 0.020)]),
-        window(TRAINING, [(0.2, 0.020), (0.4, 0.024), (0.4, 0.024), (0.7, 0.010)], ends=(1.0, 6.0, 11.0)),
-        window(WHOLE_CALLS, [(2.0, 0.010), (0.3, 0.5), (0.5, 0.024)]),
+        window(TRAINING, [(0.2, 0.020), (0.4, 0.024), (0.4, 0.024), (0.7, 0.010)], trained=Trained(40.0, 16.0, 2.0)),
+        window(WHOLE_CALLS, [(2.0, 0.010), (0.3, 0.5), (0.5, 0.024)], trained=Trained(40.0, 10.0, None)),
     ]
     return [row_of(each, Targets(25.0, 600.0), 1000, 500.0) for each in windows]
 
@@ -122,6 +141,7 @@ def test_a_row_counts_the_requests_within_both_targets() -> None:
     assert training["goodput_per_s"] == pytest.approx(3 / SECONDS)
     assert training["training_tokens_per_s"] == pytest.approx(200) and idle["training_tokens_per_s"] is None
     assert training["training_share_of_alone"] == pytest.approx(0.4)
+    assert training["training_time_share"] == pytest.approx(0.4) and idle["training_time_share"] is None
 
 
 def test_ratios_are_those_at_half_load() -> None:
@@ -129,6 +149,9 @@ def test_ratios_are_those_at_half_load() -> None:
     found = ratios([*rows(), other], SECONDS, 500.0, 480.0)
     assert found["p99_tpot_ratio"] == pytest.approx(24 / 20)
     assert found["training_kept"] == pytest.approx(200 / (500 * 0.5)) and found["left_over"] == 0.5
+    assert found["idle_share"] == pytest.approx(0.2)  # the engine is busy for 0.8 of the window without training
+    assert found["training_kept_of_idle"] == pytest.approx(200 / (500 * 0.2))
+    assert found["training_kept_of_alone"] == pytest.approx(200 / 500)
     assert found["training_alone_share"] == pytest.approx(0.96)
     assert found["goodput_ratio"] == pytest.approx(3.0)
 

@@ -345,7 +345,7 @@ def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, nam
 
 def test_more_columns_of_angles_than_a_head_has_are_refused(table: Table) -> None:
     table.tensors("whole")["angles"] = torch.zeros(12, SIZE + 2)
-    assert refusal(table) == f"layers[0].attention.keys has heads of {SIZE} elements; angles turn {SIZE + 2}"
+    assert refusal(table) == f"layers[0].attention.keys has heads of {SIZE} elements; the angles rotate {SIZE + 2}"
 
 
 OF_FOUR = "layers[0].routed.experts has 4 experts; 2 of them can't be chosen from"

@@ -17,7 +17,9 @@ from kt_runtime.families.gguf.keys import ARCHITECTURES, llama3_factors
 MODELS = (
     *("tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-mixtral", "tiny-olmoe"),
     *("tiny-gpt-oss", "tiny-llama4", "tiny-qwen3-next", "tiny-qwen3-5-moe-text"),
+    *("tiny-deepseek-v32", "tiny-glm-moe-dsa"),
 )
+WITH_NAMES_OF = {"deepseek32": "glm-dsa"}  # the `gguf` package 0.19 knows the second
 NEXT, QWEN3_5 = (expressible(name).config for name in ("tiny-qwen3-next", "tiny-qwen3-5-moe-text"))
 LAYER = "model.layers.0.linear_attn"
 
@@ -34,7 +36,8 @@ def test_names_are_the_gguf_package_s_and_every_tensor_comes_back(name: str) -> 
     config = expressible(name).config
     family = family_for(config)
     assert family.gguf_architecture in ARCHITECTURES
-    architecture = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[family.gguf_architecture]
+    named = WITH_NAMES_OF.get(family.gguf_architecture, family.gguf_architecture)
+    architecture = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[named]
     known = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     compared, generator = 0, torch.Generator().manual_seed(1)
     for source in family.twin_sources(config):
@@ -128,3 +131,30 @@ def test_a_llama_4_s_rotary_embedding_is_recognised_by_its_factors() -> None:
     assert config_of(keys, shapes, "m.gguf")["rope_scaling"] is None
     with pytest.raises(CheckpointError, match="a Llama 4 has chunks"):
         config_of({**keys, "llama4.attention.sliding_window": 0}, shapes, "m.gguf")
+
+
+def test_which_layers_of_a_glm_have_an_indexer_is_read_or_follows_from_the_context() -> None:
+    keys = {
+        "general.architecture": "glm-dsa",
+        **{f"glm-dsa.{name}": 8 for name in ("block_count", "expert_used_count", "expert_count", "head_count")},
+        **{f"glm-dsa.{name}": 32 for name in ("embedding_length", "feed_forward_length", "expert_feed_forward_length")},
+        **{f"glm-dsa.attention.{name}": 16 for name in ("head_count", "kv_lora_rank", "q_lora_rank", "key_length")},
+        **{f"glm-dsa.attention.indexer.{name}": 4 for name in ("head_count", "key_length", "top_k")},
+        **{f"glm-dsa.{name}": 1 for name in ("expert_shared_count", "leading_dense_block_count")},
+        "glm-dsa.attention.value_length": 8,
+        "glm-dsa.attention.layer_norm_rms_epsilon": 1e-5,
+        "glm-dsa.rope.dimension_count": 8,
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (768, 32), "output.weight": (768, 32)}
+    shapes |= {f"blk.{layer}.attn_norm.weight": (32,) for layer in range(8)}
+
+    def types(context: int, **more: object) -> str:
+        config = config_of({**keys, "glm-dsa.context_length": context, **more}, shapes, "m.gguf")
+        return "".join(kind[0] for kind in config["indexer_types"])
+
+    assert types(202752) == "ffffffff"  # GLM-5 and 5.1
+    assert types(1 << 20) == "fffsssfs"  # GLM-5.2, as its published config.json
+    own = {"glm-dsa.attention.indexer.types": [True, True, False, False] * 2}
+    assert types(202752, **own) == "ffssffss"
+    with pytest.raises(CheckpointError, match=r"indexer\.types' is .*; expected 8 booleans"):
+        types(202752, **{"glm-dsa.attention.indexer.types": [True]})

@@ -222,5 +222,5 @@ def test_norms_whose_weight_is_an_offset_from_one_and_gated_norms() -> None:
         assert error(found, expected) <= 1e-6
         assert (
             error(torch.autograd.grad(found, x, by_out)[0], torch.autograd.grad(expected, wide, by_out.double())[0])
-            <= 2e-6
+            <= 8e-7  # 9e-8 measured
         )

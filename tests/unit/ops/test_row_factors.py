@@ -26,7 +26,7 @@ def test_gradients_are_autograd_s() -> None:
     expected = torch.autograd.grad(((x * factors[:, None]) * weights).sum(), [x, factors])
     found = torch.autograd.grad((scale_rows(x, factors) * weights).sum(), [x, factors])
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-7)  # 0 measured; a rounding of up to 4
 
 
 def test_temperatures_grow_by_the_logarithm_of_the_steps_that_a_position_has_completed() -> None:

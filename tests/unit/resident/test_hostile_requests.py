@@ -160,7 +160,7 @@ class Desk:
         assert isinstance(incoming, Incoming), incoming
         request = incoming.request
         self.waiting.append(incoming)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while request.request_id not in self.replies:
             assert time.monotonic() < deadline, f"no answer to {request}"
             self.resident.apply(self.resident.decisions())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,9 @@ import torch
 from reference.lora import random_adapter, write_adapter
 from reference.resident.engine import LORA, Engine, sessions_of, train
 
-from kt_runtime.errors import ConflictError, KtError
+from kt_runtime.errors import ConflictError, KtError, NotFoundError
+from kt_runtime.ranks import Share
+from kt_runtime.resident.handlers import RanksDiffer
 from kt_runtime.resident.server import Resident
 
 
@@ -41,12 +44,12 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     follower.close()
 
 
-def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
+def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
     make_host: Callable[..., Any], tmp_path: Path
 ) -> None:
     host, other = make_host(), make_host()
     for each in (host, other):
-        each.num_ranks, each.has_whole_tensors = 2, False
+        each.num_ranks, each.exchange = 2, SimpleNamespace(share=Share(0, 2))
     (tmp_path / "0").mkdir()
     adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=0)
     path = write_adapter(tmp_path / "saved", adapter)
@@ -54,7 +57,7 @@ def test_ranks_with_parts_of_the_tensors_serve_adapters_and_refuse_training(
     follower = Resident(other, engine.settings, None)
     try:
         with engine.client() as client:
-            with pytest.raises(ConflictError, match=r"this server has 2 ranks .* serve only"):
+            with pytest.raises(ConflictError, match=r"2 ranks .* serve only: the family deepseek_v3 is not trained"):
                 client.create_session("a", LORA)
             loaded = client.load_adapter("bob", str(path))
             status = client.status()
@@ -89,4 +92,28 @@ def test_a_rank_that_can_not_prepare_what_rank_0_has_does_not_go_on(
     with pytest.raises(KtError, match="saved"):
         for payload in engine.payloads:
             follower.apply(payload)
+    follower.close()
+
+
+def test_a_rank_that_can_not_load_what_rank_0_has_does_not_go_on(make_host: Callable[..., Any], tmp_path: Path) -> None:
+    """It would train other numbers than the others."""
+    host, other = make_host(), make_host()
+    host.num_ranks = other.num_ranks = 2
+    (tmp_path / "0").mkdir()
+    engine = Engine(host, tmp_path / "0")
+    follower = Resident(other, engine.settings, None)
+    try:
+        with engine.client() as client:
+            client.create_session("a", LORA)
+            with pytest.raises(NotFoundError):  # of all ranks
+                client.load("a", str(tmp_path / "absent"))
+            client.save("a", str(tmp_path / "saved"))
+            client.load("a", str(tmp_path / "saved"))
+    finally:
+        engine.close()
+    next((tmp_path / "saved").glob("adapter_model*")).unlink()
+    with pytest.raises(RanksDiffer, match=r"rank 0 has done this, and this rank can't: .*saved"):
+        for payload in engine.payloads:
+            follower.apply(payload)
+            follower.turn()
     follower.close()

@@ -10,6 +10,7 @@ from kt_runtime.errors import NumericsError
 from kt_runtime.resident.pacing.budget import TurnBudget
 from kt_runtime.resident.scheduler import (
     MAX_CREDIT_SECONDS,
+    PATIENCE_SECONDS,
     Pause,
     Plan,
     Slice,
@@ -393,6 +394,25 @@ def test_a_part_that_costs_much_more_than_a_larger_one_waits_for_a_longer_turn(n
         run_turn(recorder, cutting(0.08, most=0.08))
     large = work.sizes[before + 4 :]  # after the rest of a slice
     assert large == [512] * len(large)
+
+
+def test_a_slice_that_a_later_turn_has_room_for_waits_for_it_but_not_for_ever() -> None:
+    recorder = Recorder()
+    work = Divisible(recorder, 1e-4, count=100)
+    learning = TurnBudget(0.01, cuts=True, longest=1.0)
+    for _ in range(30):
+        run_turn(recorder, learning)
+    assert work.sizes[-3:] == [1024] * 3, "the whole and its parts are known"
+    for _ in range(9):
+        assert run_turn(recorder, cutting(0.02, most=0.2)) == 0.0
+        recorder.clock.now += 0.1 * PATIENCE_SECONDS
+    assert run_turn(recorder, cutting(0.15, most=0.2)) == pytest.approx(0.1024), "there is room now"
+    assert run_turn(recorder, cutting(0.02, most=0.05)) > 0.0, "no later turn has room: it is cut at once"
+    for _ in range(3):
+        run_turn(recorder, learning)
+    assert work.sizes[-1] == 1024
+    recorder.clock.now += PATIENCE_SECONDS
+    assert 0.0 < run_turn(recorder, cutting(0.02, most=0.2)) <= 0.02, "patience has ended"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,6 +1,6 @@
 """GGUF files in SGLang's own scheduler, with linear layers that stay quantized, and dequantized.
 
-Of nine families against Hugging Face in float32: the names of llama.cpp, its order of rows and columns, and what it
+Of eleven families against Hugging Face in float32: the names of llama.cpp, its order of rows and columns, and what it
 computes of numbers. Of Qwen3 and DeepSeek, in every type of a linear layer: the step, SGLang's modules and training,
 bit by bit.
 """
@@ -55,6 +55,8 @@ SERVED = {
     "tiny-glm4-moe": (ALL, 2),
     "tiny-minimax-m2": (ALL, 2),
     "tiny-glm4-moe-lite": (ALL, 1),
+    "tiny-deepseek-v32": (ALL, 1),
+    "tiny-glm-moe-dsa": (ALL, 1),
     "tiny-gpt-oss": ({**ALL, "_exps.weight": "MXFP4"}, 2),
     "tiny-llama4": (ALL, 2),
     "tiny-qwen3-next": (EXPERTS, None),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from reference.resident.scheduler import Engine
 
 from kt_runtime.resident.pacing.budget import IDLE, Load
 from kt_runtime.resident.pacing.latencies import Latencies
-from kt_runtime.sglang_patch import latencies
+from kt_runtime.sglang_patch import latencies, turns
 from kt_runtime.sglang_patch.host import SGLangHost
 from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
 from kt_runtime.sglang_patch.warm_up import RID_PREFIX
@@ -24,9 +26,9 @@ class Request(SimpleNamespace):
         return bool(self.is_finished)
 
 
-def request(rid: str = "r") -> Request:
-    arrived = time.perf_counter() - 0.5
-    return Request(rid=rid, output_ids=[], is_finished=False, time_stats=SimpleNamespace(wait_queue_entry_time=arrived))
+def request(rid: str = "r", *, prompt: int = 3, waited: float = 0.5) -> Request:
+    times = SimpleNamespace(wait_queue_entry_time=time.perf_counter() - waited)
+    return Request(rid=rid, output_ids=[], is_finished=False, time_stats=times, origin_input_ids=[5] * prompt)
 
 
 def batch(*requests: Request, is_extend: bool = False, is_full: bool = False) -> SimpleNamespace:
@@ -54,7 +56,8 @@ def test_what_has_its_first_token_decodes_and_what_has_none_waits() -> None:
     assert [tokens for _, tokens in found.decoding] == [3, 9] and found.waiting == 0 and found.is_serving
     assert all(0.25 <= age < 60 for age, _ in found.decoding)
     assert len(load(running_batch=running, last_batch=batch(decoding(1), is_extend=True)).decoding) == 3
-    assert load(running_batch=running, waiting_queue=[1, 2]).waiting == 2
+    found = load(running_batch=running, waiting_queue=[request(prompt=40, waited=0.1), request(prompt=2, waited=0.75)])
+    assert (found.waiting, found.waiting_tokens) == (2, 42) and 0.75 <= found.waited < 60
     in_chunks = request()
     found = load(running_batch=running, last_batch=batch(in_chunks, is_extend=True), chunked_req=in_chunks)
     assert (len(found.decoding), found.waiting) == (2, 1)
@@ -62,7 +65,55 @@ def test_what_has_its_first_token_decodes_and_what_has_none_waits() -> None:
 
 
 def test_what_finds_no_place_among_the_running_requests_does_not_hold_training_up() -> None:
-    assert load(running_batch=batch(decoding(), is_full=True), waiting_queue=[1, 2]).waiting == 0
+    found = load(running_batch=batch(decoding(), is_full=True), waiting_queue=[request(), request()])
+    assert (found.waiting, found.waited, found.waiting_tokens) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_sglang_is_told_to_defer_prompts_where_the_resident_holds_them(
+    monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    def defers(*, is_empty: bool = False, waiting: int = 1, chunked: bool = False, theirs: bool = False) -> bool:
+        running = SimpleNamespace(is_empty=lambda: is_empty, is_prefill_only=False)
+        scheduler = SimpleNamespace(waiting_queue=[1] * waiting, chunked_req=object() if chunked else None)
+        return turns._defers(lambda _scheduler, _running: theirs, scheduler, running)
+
+    assert not defers(), "without a resident"
+    monkeypatch.setattr(turns, "_resident", SimpleNamespace(holds_prompts=lambda: held))
+    assert defers() == held
+    assert not defers(is_empty=True) and not defers(waiting=0) and not defers(chunked=True)
+    assert defers(theirs=True)
+
+
+def test_sglang_s_own_scheduler_makes_decode_steps_while_a_prompt_is_held(
+    scheduled: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held request loses nothing, and all answers have the bits that they have without."""
+    scheduler = scheduled.scheduler
+    prompts = {"early": [11, 12, 13, 14, 15], "late": [21] * 20}
+
+    def answered(times: int) -> tuple[int, dict[str, list[int]]]:
+        """Also the tokens that "early" has when "late" gets its first one."""
+        left = iter(range(times))
+        resident = SimpleNamespace(holds_prompts=lambda: next(left, None) is not None)
+        monkeypatch.setattr(turns, "_resident", resident)
+        original = type(scheduler)._should_defer_prefill
+        monkeypatch.setattr(scheduler, "_should_defer_prefill", partial(turns._defers, original, scheduler))
+        scheduled.clear()
+        scheduled.send(scheduled.request("early", prompts["early"], stream=True))
+        scheduled.step()
+        scheduled.send(scheduled.request("late", prompts["late"], stream=True))
+        while not scheduled.tokens.get("late"):
+            assert scheduled.step()
+        had = len(scheduled.tokens["early"])
+        scheduled.run()
+        return had, dict(scheduled.tokens)
+
+    at_once, expected = answered(0)
+    later, found = answered(3)
+    assert later == at_once + 3 and found == expected and all(len(each) == 8 for each in found.values())
+    _, found = answered(10**6)
+    assert found == expected, "a prompt is not held when nothing else runs"
 
 
 def test_a_request_is_measured_once_when_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +135,7 @@ def test_a_request_is_measured_once_when_it_has_finished(monkeypatch: pytest.Mon
 
 def test_metrics_show_targets_times_and_the_budget() -> None:
     registry = CollectorRegistry()
-    metrics, turns = (
+    metrics, found_turns = (
         TurnMetrics(registry),
         TrainingTurns(
             settings=Settings(tpot_target_ms=40.0),
@@ -101,8 +152,8 @@ def test_metrics_show_targets_times_and_the_budget() -> None:
             parts=50,
         ),
     )
-    metrics.publish(turns)
-    metrics.publish(turns)
+    metrics.publish(found_turns)
+    metrics.publish(found_turns)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
     assert found["kt_runtime:training_tpot_target_ms"] == 40.0
     assert found["kt_runtime:training_ttft_target_ms"] == 0.0

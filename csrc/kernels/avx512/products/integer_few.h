@@ -63,8 +63,8 @@ struct SuperFactors {
 inline PrefetchCursor prefetch_ahead(const IntegerTile& t, int64_t ahead) {
   ahead = ahead < t.block_lines ? ahead : t.block_lines - 1;
   return {.at = t.blocks[0].lines + ahead * kLineBytes,
-          .until_turn = t.block_lines - ahead,
-          .turn_bytes = t.turn,
+          .until_jump = t.block_lines - ahead,
+          .jump_bytes = t.jump,
           .run = t.block_lines};
 }
 

@@ -1,7 +1,7 @@
 """The keys of a GGUF file of a model.
 
 What llama.cpp reads: src/models/qwen3moe.cpp, deepseek2.cpp, llama.cpp, olmoe.cpp, openai-moe.cpp, qwen3next.cpp,
-qwen35moe.cpp, llama4.cpp, glm4-moe.cpp and minimax-m2.cpp.
+qwen35moe.cpp, llama4.cpp, glm4-moe.cpp, minimax-m2.cpp, deepseek32.cpp and glm-dsa.cpp.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from kt_runtime.bench.serve.gguf.mix import FILE_TYPES
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families import family_for
 from kt_runtime.families.base import integer
+from kt_runtime.families.models.deepseek_v32 import FULL, GlmMoeDsa
 
 if TYPE_CHECKING:
     import gguf
@@ -49,6 +50,8 @@ def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> No
     if config.get("kv_lora_rank"):
         _add_latent_keys(writer, config)
         _add_router_keys(writer, config)
+        if family.chooses_keys:
+            _add_indexer_keys(writer, config)
         return
     writer.add_head_count_kv(integer(config, "num_key_value_heads"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -109,6 +112,17 @@ def _add_latent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None
     writer.add_rope_dimension_count(rope)
     if config.get("q_lora_rank"):
         writer.add_q_lora_rank(integer(config, "q_lora_rank"))
+
+
+def _add_indexer_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """`indexer.types`, true for a layer with an indexer of its own: the `gguf` package 0.19 has no method for it."""
+    writer.add_indexer_head_count(integer(config, "index_n_heads"))
+    writer.add_indexer_key_length(integer(config, "index_head_dim"))
+    writer.add_indexer_top_k(integer(config, "index_topk"))
+    family = family_for(config)
+    if isinstance(family, GlmMoeDsa):
+        has_own = [kind == FULL for kind in family.indexer_types(config)]
+        writer.add_array(f"{family.gguf_architecture}.attention.indexer.types", has_own)
 
 
 def _add_router_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

@@ -33,6 +33,8 @@ from kt_runtime.gguf_file import BLOCKS
 from kt_runtime.serve.models.checkpoint import dense_tensors
 from kt_runtime.serve.models.checkpoint_files import read_config, weight_files
 
+INDEX_HEAD = 64
+"""Elements of the Hadamard matrix of llama.cpp's indexer (src/llama-kv-cache.cpp)."""
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -83,7 +85,7 @@ def write_gguf_model(model: Path, path: Path, mix: str = NO_MIX) -> None:
 
 def _check(model: Path, config: Mapping[str, Any]) -> None:
     family = family_for(config)
-    if family.chooses_keys or family.gguf_architecture not in ARCHITECTURES:
+    if family.gguf_architecture not in ARCHITECTURES:
         raise CheckpointError(f"{model}: no GGUF file of {family.name} was compared with llama.cpp")
     if quantization_of(config) is not None:
         raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
@@ -96,6 +98,11 @@ def _check(model: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{model}: config.json: 'linear_value_head_dim' is {config['linear_value_head_dim']}; llama.cpp has one "
             f"size for keys and values ('linear_key_head_dim' is {config['linear_key_head_dim']})"
+        )
+    if family.chooses_keys and config["index_head_dim"] % INDEX_HEAD:
+        raise CheckpointError(
+            f"{model}: config.json: 'index_head_dim' is {config['index_head_dim']}; llama.cpp rotates the indexer's "
+            f"queries and keys {INDEX_HEAD} elements at a time, so a multiple of that is written"
         )
     if family.name == "llama4_text":
         has_norms = family.num_experts(config) != WITHOUT_QK_NORM_EXPERTS

@@ -130,6 +130,19 @@ def test_serving_says_what_the_step_takes_and_what_was_not_measured() -> None:
     assert table.notes == ["SGLang without the step: step --no-step."]
 
 
+def test_serving_in_one_row_by_model_and_format() -> None:
+    """The bench preset has 1,241,803,264 parameters; of a GGUF file the bytes of the file count."""
+    report = serving_report()
+    report["serving"]["model"] = "bench-qwen3-moe"
+    report["rows"][0]["peers"]["llama_cpp"] = 80.0
+    row = measurement_of(read(report), **ORIGIN).tables[1].rows[0]
+    assert row.case == ["bench-qwen3-moe", "bfloat16"]
+    assert row.figures == [Decimal("2.484"), None, 100, None, [None, Decimal("1.250"), None]]
+    report["serving"]["gguf"] = {"mix": "Q4_K_M", "bytes": 753852832}
+    row = measurement_of(read(report), **ORIGIN).tables[1].rows[0]
+    assert row.case == ["bench-qwen3-moe", "Q4_K_M"] and row.figures[0] == Decimal("0.7539")
+
+
 def test_a_report_of_serving_without_the_newer_fields_is_read() -> None:
     report = serving_report()
     report["rows"], report["peers"] = report["rows"][:1], {}

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from kt_runtime.bench.scale.plan import Plan
 from kt_runtime.bench.scale.decoding import first_cores, limited_to, measure_ranks, row_of
+from kt_runtime.bench.scale.plan import Plan
 from kt_runtime.bench.serve.plan import Case
 from kt_runtime.bench.serve.rows import Measured, TokenTime
 from kt_runtime.bench.serve.server_side import Transcript

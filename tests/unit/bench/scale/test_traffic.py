@@ -20,6 +20,17 @@ def test_bytes_of_the_bench_preset_counted_by_hand() -> None:
     assert found.exchanges == 12 * 4 + 2
 
 
+def test_bytes_of_a_measured_run() -> None:
+    """Two hosts in network namespaces, the bench preset in bf16: a rank's exchanges sent 4,265,156 bytes for 49 tokens
+    (docs/scale.md). Logits are not in it; that all ranks saw finite numbers is, with 4 bytes a token. SGLang's modules
+    (--no-step) sent 3,010,756 there, and what it sums besides.
+    """
+    paper = sent_bytes(BENCH, num_ranks=2, activation_bytes=2)
+    assert pytest.approx(paper.needed - 768 + 4, rel=1e-6) == 4_265_156 / 49
+    exchanged = paper.needed - paper.sums - 768
+    assert pytest.approx(exchanged + 4, rel=1e-6) == 3_010_756 / 49
+
+
 def test_bytes_of_deepseek_counted_by_hand() -> None:
     """Hidden 7,168, 128 heads of 128, 8 of 256 experts and one shared of 2,048, 3 dense layers of 18,432 of 61."""
     layers = 61 * (128 * 128 + 7168) * 2 + 3 * (18432 + 7168) * 2 + 58 * ((2048 + 7168) * 2 + 8 * 4 * 7168 / 4)

@@ -197,4 +197,7 @@ def test_a_checkpoint_that_gguf_can_t_hold_is_refused(tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')
     with pytest.raises(CheckpointError, match="is Unigram"):
         write_gguf_model(model, tmp_path / "model.gguf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    narrow = make_model("tiny-glm-moe-dsa", tmp_path / "narrow")
+    with pytest.raises(CheckpointError, match=r"'index_head_dim' is 32; llama\.cpp rotates .* 64 elements at a time"):
+        write_gguf_model(narrow, tmp_path / "model.gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "narrow"]

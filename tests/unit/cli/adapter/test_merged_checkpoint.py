@@ -84,15 +84,26 @@ def test_in_bf16_every_weight_is_the_hand_merged_one_rounded_once(base: Base, tm
     check_checkpoint(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("family", "fused"), [("glm4_moe", True), ("mixtral", False), ("mixtral", True)])
+WRITTEN = [
+    *(("glm4_moe", True), ("mixtral", False), ("mixtral", True), ("gpt_oss", True), ("llama4_text", True)),
+    *(("qwen3_next", False), ("qwen3_next", True), ("qwen3_5_moe_text", True)),
+    *(("deepseek_v32", False), ("glm_moe_dsa", False), ("glm_moe_dsa", True)),
+]
+
+
+@pytest.mark.parametrize("only", [(), ("experts",)])
+@pytest.mark.parametrize(("family", "fused"), WRITTEN)
 def test_what_transformers_wrote_is_merged_under_the_names_that_it_has(
-    tmp_path: Path, family: str, fused: bool
+    tmp_path: Path, family: str, fused: bool, only: tuple[str, ...]
 ) -> None:
     base = save(PRESETS[family], tmp_path / "base", torch.float32, fused=fused, seed=4)
     config = json.loads((base / "config.json").read_text())
-    adapter = lora.random_adapter(config, rank=4, alpha=8.0, seed=3)
+    adapter = lora.random_adapter(config, rank=4, alpha=8.0, seed=3, only=only)
     write_merged(base, adapter, tmp_path / "out")
-    assert tensors(tmp_path / "out").keys() == tensors(base).keys()
+    before, after = tensors(base), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed and (not only or all(".experts." in name for name in changed))
     expected = logits(merged_by_hand(base, adapter))
     assert (expected - logits(load_hugging_face(base))).abs().max() > 0.05
     assert (logits(load_hugging_face(tmp_path / "out")) - expected).abs().max() < 1e-4

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference.cases import choose
+from reference.families import PRESETS
 from reference.server.fake_server import fake_server
 
 from kt_runtime.adapters import AdapterTensors, write_peft_directory
@@ -80,6 +83,19 @@ def test_check_prints_the_plan_and_changes_nothing(check: Any, tmp_path: Path) -
     ):
         assert text in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "family", choose(few=["gpt_oss", "qwen3_5_moe_text"], usual=list(PRESETS), every=list(PRESETS))
+)
+def test_check_plans_the_routed_experts_of_every_family(check: Any, tmp_path: Path, family: str) -> None:
+    model = make_model(PRESETS[family], tmp_path / "model")
+    status, said = check(f"model_name_or_path={model}", text="lora_target: experts\n")
+    assert status == 0, said
+    config = json.loads((model / "config.json").read_text())
+    projections = len(resolve_targets(config, ["experts"]))
+    assert re.search(rf"would train [\d,]+ parameters in {projections} modules at rank 8:", said), said
+    assert ".experts.{gate_proj,up_proj,down_proj}" in said and "nothing was started or changed" in said
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 
 #include "checks.h"
 #include "ops/experts/schedule.h"
+#include "ops/pairs/finite.h"
 #include "threads/topology.h"
 #include "weights/loader.h"
 
@@ -102,6 +103,39 @@ void test_calls(int num_nodes, Report& report) {
   test_relay(backward, kt::kInputBackward, 4, 1024 / kt::kColumnsInTask, num_nodes, report);
 }
 
+// NaN and Inf in large inputs are searched for by the threads of the job itself, in parts of some rows.
+void test_check(Report& report) {
+  constexpr int64_t kRows = 64, kCols = 2048, kPartRows = 16;
+  std::vector<float> values(kRows * kCols, 1.0f);
+  const auto rows = [&](int64_t count) { return tensor_view(values.data(), kt::DType::kF32, {count, kCols}); };
+  const kt::TensorView all = rows(kRows), few = rows(kPartRows);
+  const auto parts_in_job = [&](const kt::TensorView& x, int num_threads) {
+    int64_t parts = 0;
+    const kt::Status status = kt::with_check(
+        {{&x, "x"}}, num_threads, [&](const kt::FiniteCheck* check) { parts = check ? check->num_parts() : 0; });
+    report.equal("finite values pass", status.ok());
+    return parts;
+  };
+  report.equal("a large matrix is checked in the job, in parts", parts_in_job(all, 2) == kRows / kPartRows);
+  report.equal("a small one by the caller", parts_in_job(few, 2) == 0);
+  report.equal("without other threads by the caller", parts_in_job(all, 1) == 0);
+
+  values[40 * kCols + 7] = INFINITY;
+  std::set<int64_t> found;
+  const kt::Status status = kt::with_check({{&all, "x"}}, 2, [&](const kt::FiniteCheck* check) {
+    for (int64_t part = 0; part < check->num_parts(); ++part) {
+      try {
+        check->check_part(part);
+      } catch (const kt::NotFinite&) {
+        found.insert(part);
+      }
+    }
+    throw kt::NotFinite();
+  });
+  report.equal("the part that holds it finds it", found == std::set<int64_t>{40 / kPartRows});
+  report.equal("its place is named", status.message() == "x[40, 7] is NaN or Inf");
+}
+
 void test_whole_experts(Report& report) {
   const kt::ExpertShape shape{64, 128, 64};
   const kt::Routing routing = routing_of(shape, 640);
@@ -142,7 +176,7 @@ void test_next(Report& report) {
   for (int node = 0; node < stage.num_nodes; ++node) {
     for (int64_t task = 0; task < stage.num_tasks(node); ++task) {
       const kt::Range range = stage.range(node, task, 3);
-      report.equal("without a turn nothing is next", stage.range(node, task).next_item == -1);
+      report.equal("without a stride nothing is next", stage.range(node, task).next_item == -1);
       if (task + 3 >= stage.num_tasks(node)) {
         report.equal("the last ranges have no next one", range.next_item == -1);
         continue;
@@ -202,6 +236,7 @@ void test_placement(Report& report) {
 
 void test_plan(Report& report) {
   for (const int num_nodes : {1, 2, 4}) test_calls(num_nodes, report);
+  test_check(report);
   test_whole_experts(report);
   test_next(report);
   test_loading(report);

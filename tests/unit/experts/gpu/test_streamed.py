@@ -21,7 +21,8 @@ from kt_runtime.experts.gpu.dropout import dropout_mask
 from kt_runtime.experts.gpu.ring import ExpertRing
 
 HOST = torch.device("cpu")
-FLOAT32_AS_STORE = 3e-6  # of a result's norm; 3.4e-7 is measured
+FLOAT32_AS_STORE = 3e-6  # of a result's norm; 3.4e-7 is measured, for gradients
+FLOAT32_OUTPUT = 3e-7  # of the output alone; 2.4e-8 to 3.9e-8 is measured
 BF16_AS_STORE = 2.7e-2  # 2.7e-3 is measured: each pair's output is rounded to bfloat16 before the sum
 
 
@@ -144,7 +145,7 @@ def test_experts_without_tokens_are_not_loaded(ring_of: RingOf, monkeypatch: pyt
     monkeypatch.setattr(layer, "unpack_range", counted)
     found = forward(ring_of(layer, 2), layer, p)
     assert sorted(seen) == sorted(set(p.ids[p.ids >= 0].tolist()))
-    assert relative(found, layer.forward(p.x, p.ids, p.weights)) <= FLOAT32_AS_STORE
+    assert relative(found, layer.forward(p.x, p.ids, p.weights)) <= FLOAT32_OUTPUT
 
 
 def test_a_call_without_tokens_or_without_experts_is_zeros(ring_of: RingOf) -> None:
@@ -180,10 +181,10 @@ def test_an_adapter_may_cover_some_projections_and_its_nan_stays_with_its_tokens
     layer = build_layer(p.experts)
     ring = ring_of(layer, 4)
     wanted = layer.forward(p.x, p.ids, p.weights, **p.lora)
-    assert relative(forward(ring, layer, p), wanted) <= FLOAT32_AS_STORE
+    assert relative(forward(ring, layer, p), wanted) <= FLOAT32_OUTPUT
     p.slots[1] = replace(p.adapters[1], down_b=torch.full_like(present(p.adapters[1].down_b), float("nan")))
     others = present(p.token_slots) != 1
-    assert relative(forward(ring, layer, p)[others], wanted[others]) <= FLOAT32_AS_STORE
+    assert relative(forward(ring, layer, p)[others], wanted[others]) <= FLOAT32_OUTPUT
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])
@@ -193,7 +194,7 @@ def test_dropout_drops_what_the_store_drops(seed: int, dropout: float, ring_of: 
     p.slots = [replace(p.adapters[0], dropout=dropout, seed=seed)]
     layer = build_layer(p.experts)
     wanted = layer.forward(p.x, p.ids, p.weights, **p.lora)
-    assert relative(forward(ring_of(layer, 2), layer, p), wanted) <= FLOAT32_AS_STORE
+    assert relative(forward(ring_of(layer, 2), layer, p), wanted) <= 1e-6  # 1.1e-7 is measured
 
 
 def test_a_mask_keeps_the_mean() -> None:

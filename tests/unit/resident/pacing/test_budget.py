@@ -15,11 +15,13 @@ from kt_runtime.resident.pacing.budget import (
     NOTHING,
     SERVING_SECONDS,
     SHARE_OF_FIRST_TOKEN,
+    SHARE_OF_HOLDING,
     Budget,
     Load,
 )
 from kt_runtime.wire.settings import Settings
 
+KEPT = 1 - MARGIN
 STREAM = (0.0, 1)
 DECODING = Load((STREAM,) * 4, waiting=0, is_serving=True)
 WAITING = Load((STREAM,) * 4, waiting=1, is_serving=True)
@@ -41,7 +43,9 @@ class Turns:
     def turn(self, step: float, slower: float = 1.0, waiting: int = 0) -> float:
         """The seconds that training may take, of which it takes `slower` times as many; then a step."""
         streams = tuple((self.now - first, tokens) for first, tokens in zip(self.first, self.tokens, strict=True))
-        seconds = self.budget.turn(Load(streams, waiting, True)).seconds
+        load = Load(streams, waiting, True)
+        seconds = self.budget.turn(load).seconds
+        self.budget.batch(load)
         self.budget.ran(seconds * slower)
         self.now += seconds * slower + step
         self.tokens = [tokens + 1 for tokens in self.tokens]
@@ -54,8 +58,8 @@ class Turns:
 def test_training_gets_what_a_decode_step_leaves_of_the_target() -> None:
     turns = Turns(tpot_target_ms=40)
     found = [turns.turn(0.010) for _ in range(100)]
-    assert sum(found[1:]) / 99 == pytest.approx(MARGIN * 0.040 - 0.010, rel=0.02)
-    assert turns.per_token() == [pytest.approx(MARGIN * 0.040, rel=0.01)] * 4
+    assert sum(found[1:]) / 99 == pytest.approx(KEPT * 0.040 - 0.010, rel=0.02)
+    assert turns.per_token() == [pytest.approx(KEPT * 0.040, rel=0.01)] * 4
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -78,7 +82,7 @@ def test_nothing_is_left_where_decoding_alone_takes_longer_than_the_target() -> 
 
 def test_the_request_with_the_least_slack_decides() -> None:
     budget = Budget(Settings(tpot_target_ms=100.0), lambda: 0.0)
-    target = MARGIN * 0.1
+    target = KEPT * 0.1
     late, early = (target * 10 - 0.02, 10), (0.0, 10)
     assert budget.turn(Load((early, late, early), 0, True)).seconds == pytest.approx(0.02)
     assert budget.turn(Load((early, (target * 10 + 0.001, 10)), 0, True)) == NOTHING
@@ -86,7 +90,7 @@ def test_the_request_with_the_least_slack_decides() -> None:
 
 def test_a_turn_is_never_longer_than_some_steps_and_what_can_t_be_cut_needs_that_much_slack() -> None:
     budget = Budget(Settings(tpot_target_ms=20.0), lambda: 0.0)
-    most = MOST_STEPS * MARGIN * 0.020
+    most = MOST_STEPS * 0.020
     found = budget.turn(Load(((0.0, 100),), 0, True))
     assert found.seconds == pytest.approx(most) and found.at_least_one
     assert not budget.turn(Load(((0.0, 100), (0.0, 1)), 0, True)).at_least_one
@@ -155,6 +159,77 @@ def test_targets_that_change_count_from_the_next_turn_on() -> None:
         turns.turn(0.010)
     turns.budget.settings = Settings(tpot_target_ms=100.0)
     assert turns.turn(0.010) > 0.050
+
+
+def test_a_prompt_that_arrives_after_the_turn_began_is_no_decode_step() -> None:
+    """The engine takes requests after the turn has looked at its load, and computes their prompts in this turn."""
+    turns = Turns(tpot_target_ms=40)
+    usual = [turns.turn(0.010) for _ in range(10)][-1]
+    streams = tuple((turns.now - first, tokens) for first, tokens in zip(turns.first, turns.tokens, strict=True))
+    turns.budget.turn(Load(streams, 0, True))
+    turns.budget.batch(Load(streams, 1, True, waiting_tokens=100))
+    turns.now += 0.100
+    turns.first, turns.tokens = [turns.now], [1]
+    turns.budget.turn(Load(((0.0, 1),), 0, True))
+    grown = Load(((0.0, 100),), 0, True)
+    assert turns.budget.turn(grown).seconds == pytest.approx(MOST_STEPS * 0.040)
+    assert usual > 0 and turns.budget.holds(Load(((0.040, 1),), 1, True, waiting_tokens=100)) is False
+
+
+def holding(**settings: float) -> Turns:
+    """After decode steps of 10 ms, and a prompt of 100 tokens and 100 ms; training ran in every turn."""
+    turns = Turns(1, **({"tpot_target_ms": 40.0, "ttft_target_ms": 2000.0} | settings))
+    for _ in range(5):
+        turns.turn(0.010)
+    turns.budget.ran(0.001)
+    turns.now += 0.001
+    turns.budget.turn(Load(((0.0, 9),), 0, True))
+    turns.budget.batch(Load(((0.0, 9),), 1, True, waiting_tokens=100))
+    turns.now += 0.100
+    turns.budget.turn(Load(((0.0, 9),), 0, True))
+    return turns
+
+
+def waits(age: float, tokens: int, waited: float = 0.0) -> Load:
+    return Load(((age, tokens),), 1, True, waited, 100)
+
+
+def test_a_prompt_is_held_while_a_request_could_not_be_paid_back_for_it() -> None:
+    budget = holding().budget
+    near = 10 * KEPT * 0.040 - 0.010  # what ten tokens leave beside the next step
+    assert budget.holds(waits(near - 0.09, 10)) and not budget.holds(waits(near - 0.11, 10))
+
+
+def test_a_prompt_is_held_while_its_first_token_is_expected_within_a_share_of_the_target() -> None:
+    budget = holding().budget
+    most = SHARE_OF_HOLDING * 2.0 - 0.1  # the prompt itself takes 100 ms
+    assert budget.holds(waits(0.38, 10, most - 0.01)) and not budget.holds(waits(0.38, 10, most + 0.01))
+
+
+def test_a_prompt_is_not_held_without_both_targets_or_without_training_or_where_steps_give_no_slack() -> None:
+    late = waits(0.38, 10)
+    assert holding().budget.holds(late)
+    assert not holding(tpot_target_ms=9.0).budget.holds(late), "a step takes longer than the target"
+    turns = holding()
+    turns.budget.settings = Settings(tpot_target_ms=40.0)
+    assert not turns.budget.holds(late)
+    turns = holding()
+    turns.now += 5.0
+    assert not turns.budget.holds(late), "the request began after training's last slice"
+    assert not turns.budget.holds(Load((), 1, True, 0.0, 100)), "nothing would run"
+    assert not turns.budget.holds(Load(((0.38, 10),), 0, True))
+
+
+def test_a_turn_that_holds_prompts_is_a_decode_step() -> None:
+    """Else its time would count as a prompt's, and short prompts would be held no longer."""
+    turns = holding()
+    for _ in range(20):
+        turns.budget.turn(waits(0.38, 10))
+        turns.budget.batch(waits(0.38, 10))
+        assert turns.budget.holds(waits(0.38, 10))
+        turns.budget.ran(0.001)
+        turns.now += 0.010
+    assert turns.budget.holds(waits(10 * KEPT * 0.040 - 0.010 - 0.09, 10))
 
 
 def test_whole_calls_run_without_a_limit() -> None:

@@ -323,5 +323,6 @@ def test_a_version_that_another_server_has_waits_also_where_others_wait_for_vers
     desk = make_desk(at_once=True)
     desk.put("followed", 1.0, is_elsewhere=True)
     own = desk.put("bob", 2.0)
-    eventually(lambda: desk.store.served("bob") == [own.hash])
-    assert [item.name for item in desk.persistence.unstored()] == ["followed"]
+    eventually(lambda: "bob" in desk.store.names())
+    assert desk.store.served("bob") == [own.hash]
+    eventually(lambda: [item.name for item in desk.persistence.unstored()] == ["followed"])

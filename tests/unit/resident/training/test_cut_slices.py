@@ -165,4 +165,4 @@ def test_with_dropout_keys_and_values_of_each_head_are_those_of_the_same_choice(
     expected = lab.forward(lab.session(), batch)
     session = lab.session(dropout=1e-9)
     found = lab.forward_backward(session, batch)
-    assert session.gradient and found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert session.gradient and found.loss == pytest.approx(expected.loss, rel=5e-8)  # 5.6e-9 measured

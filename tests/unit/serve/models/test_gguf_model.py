@@ -33,6 +33,7 @@ PRESETS = (
     *("tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-mixtral", "tiny-olmoe"),
     *("tiny-glm4-moe", "tiny-minimax-m2"),
     *("tiny-gpt-oss", "tiny-llama4", "tiny-qwen3-next", "tiny-qwen3-5-moe-text"),
+    *("tiny-deepseek-v32", "tiny-glm-moe-dsa"),
 )
 # What a GGUF file does not hold, and neither serving nor training reads.
 NOT_KEPT = (
@@ -41,6 +42,7 @@ NOT_KEPT = (
     | {"pad_token_id", "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"}
     | {"attn_type_list", "router_jitter_noise", "initial_context_length", "for_llm_compressor"}
     | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    | {"index_skip_topk_offset", "index_topk_freq", "mlp_layer_types"}  # other keys say the same
 )
 
 

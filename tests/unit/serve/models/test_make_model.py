@@ -134,6 +134,19 @@ def test_random_values_have_the_wanted_mean_and_deviation() -> None:
     assert random_tensor(norm, 3).mean() == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-qwen3-5-moe-text", "tiny-qwen3-moe"])
+def test_norms_multiply_by_about_one(tmp_path: Path, preset: str) -> None:
+    """Hugging Face's modules, also where the weight is an offset from one: with 2, logits are so sharp that rounding
+    chooses other experts and tokens."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(preset, tmp_path / "m"), dtype=torch.float32)
+    norms = {name: part for name, part in model.named_modules() if name.endswith("norm")}
+    assert len(norms) > 2 * model.config.num_hidden_layers
+    for name, norm in norms.items():
+        # That of Gated DeltaNet wants a gate besides, and has no offset.
+        factors = norm.weight if "linear_attn" in name else norm(torch.ones(1, norm.weight.numel()))
+        assert float(factors.detach().mean()) == pytest.approx(1, abs=0.1), name
+
+
 def test_bf16_rounding_is_torchs() -> None:
     values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, 0.0, -0.0, 3.4e38], np.float32)

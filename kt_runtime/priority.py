@@ -1,0 +1,67 @@
+"""Which of a process's threads come first on busy processors (sched(7), sched_setattr(2)).
+
+A decode step waits for the slowest of its threads, one on each processor, some hundred times. A thread that works on an
+adapter meanwhile would take far more of the processors than its niceness says: where it keeps one of the step's threads
+waiting, the others have nothing to do, and it takes their processors, too. Linux leaves it there until its slice of
+time has passed, milliseconds each time.
+
+So the engine's threads ask for the shortest slices (`come_first`): since Linux 6.12 a thread that wakes takes the
+processor from one with longer slices at once. Earlier systems ignore that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import struct
+import threading
+from pathlib import Path
+
+SHORT_SLICE_NS = 100_000
+"""The shortest that Linux accepts."""
+NICENESS = 10
+"""What threads that give way add to the process's: a tenth of a busy processor's time."""
+
+_TASKS = Path("/proc/self/task")
+_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
+_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
+"""struct sched_attr: size, policy, flags, niceness, priority; runtime, deadline, period in ns."""
+
+
+def come_first(thread: int, slice_ns: int = SHORT_SLICE_NS) -> bool:
+    """Gives a thread of this process, by its system id, short slices; its niceness stays. False: not possible here.
+
+    Threads that it starts have them, too. `slice_ns` 0: the system's own slices.
+    """
+    if _SET_ATTRIBUTES is None:
+        return False
+    with contextlib.suppress(OSError):
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
+        attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, niceness, 0, slice_ns, 0, 0)
+        return ctypes.CDLL(None).syscall(_SET_ATTRIBUTES, thread, attributes, 0) == 0
+    return False
+
+
+def give_way(thread: int | None = None) -> None:
+    """From now on a thread of this process (None: this one), and those that it starts, get less of a busy processor
+    than the process's others.
+
+    There is no way back without privileges (setpriority(2); Linux counts by thread).
+    """
+    thread = threading.get_native_id() if thread is None else thread
+    with contextlib.suppress(OSError):
+        wanted = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
+        if wanted > os.getpriority(os.PRIO_PROCESS, thread):
+            os.setpriority(os.PRIO_PROCESS, thread, wanted)
+    come_first(thread, 0)
+
+
+def threads_by_name() -> dict[int, str]:
+    """The threads of this process, by their system ids."""
+    found = {}
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(OSError):
+            found[int(task.name)] = (task / "comm").read_text().strip()
+    return found

@@ -1,0 +1,327 @@
+"""The twin's linear layers over ranks: each rank has some outputs of every layer, and gets the bits of one process.
+
+Activations at the layers' boundaries are whole on every rank, and so are their gradients. In between, ranks have
+columns: q, k and v those of some heads, the output projection some of its outputs.
+
+| | forward | backward |
+|---|---|---|
+| q, k, v | whole x -> own heads | own heads' gradients, exchanged -> own columns of x's |
+| attention | own heads | own heads |
+| output projection | heads, exchanged -> own outputs, exchanged | whole gradient -> own heads' gradients |
+| into attention (`entered`) | – | own columns of x's gradient, exchanged |
+
+A column of a product depends on its own row of the weight alone, so columns can be computed anywhere. The gradient of a
+layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. A rank therefore
+holds for backward, beside its rows of each weight, all rows of its columns (`SplitWeight.columns`): the same size once
+more. Ranks send each other these columns once, when training begins.
+
+Between the product with the base and the exchange of the results, a layer's activations have their whole width, of
+which a rank has its columns (`Share.placed`): autograd then adds up gradients in the order of one process.
+
+LoRA: A is whole on every rank, B has the rank's outputs. For the gradient of A, ranks exchange B.
+
+Shapes: T tokens, I inputs, O outputs of the whole layer, N ranks, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_runtime.experts import dense
+from kt_runtime.experts.collected import Place, place_of
+from kt_runtime.families import Family, TensorSource
+from kt_runtime.families.base import Config
+from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
+from kt_runtime.ranks import Exchange, Share
+from kt_runtime.resident.scheduler import Slice
+from kt_runtime.resident.twin.frozen import FrozenLinear
+from kt_runtime.resident.twin.lora_linear import LoraLinear
+
+FAMILIES = ("qwen3_moe",)
+"""Families that were compared with one rank."""
+VOCABULARIES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class SplitWeight:
+    """A frozen weight [O, I]. `rows`: this rank's, [O / N, I]. `columns`: all rows of its columns, [O, I / N]; None
+    until `fetch`."""
+
+    def __init__(self, rows: Tensor, exchange: Exchange) -> None:
+        self.rows, self.exchange = rows, exchange
+        self.columns: Tensor | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.rows) * self.exchange.share.num_ranks
+
+    def fetch(self) -> None:
+        """All ranks make this call; backward needs it."""
+        if self.columns is None:
+            rows = self.rows.detach()
+            self.columns = self.exchange.columns_of_rows(rows, [len(rows)] * self.exchange.share.num_ranks)
+
+    def by_input(self, by_out: Tensor) -> Tensor:
+        """by_out [..., O], whole -> this rank's columns of the input's gradient, [..., I / N]."""
+        assert self.columns is not None, "the columns are fetched before the first backward"
+        return gradient_product(by_out, self.columns[: by_out.shape[-1]])
+
+
+class _Product(torch.autograd.Function):
+    """x [..., I] -> [..., O], of which this rank has its columns. Of the gradient of x it has its columns, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: SplitWeight) -> Tensor:
+        ctx.weight, ctx.num_inputs = weight, x.shape[-1]
+        return weight.exchange.share.placed(dense.linear(x, weight.rows), weight.num_outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.weight.exchange.share.placed(ctx.weight.by_input(grads[0]), ctx.num_inputs), None
+
+
+class _Added(torch.autograd.Function):
+    """base [T, O] + low [T, R] B^T, of which this rank has its columns; `master`: B^T with these alone, [R, O / N]."""
+
+    @staticmethod
+    def forward(ctx: Any, low: Tensor, master: Tensor, base: Tensor, exchange: Exchange, place: Place | None) -> Tensor:
+        served, share = master.to(low.dtype), exchange.share
+        ctx.save_for_backward(low, served)
+        ctx.exchange, ctx.master_dtype, ctx.place = exchange, master.dtype, place
+        return share.placed(lora_product(low, served, base=share.columns_of(base)), base.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        low, served = ctx.saved_tensors
+        own = ctx.exchange.share.columns_of(grads[0])
+        by_low = lora_product(grads[0], all_columns(ctx.exchange, served).mT) if ctx.needs_input_grad[0] else None
+        by_master = None
+        if ctx.place is not None:
+            ctx.place.collected.keep(ctx.place, low, own, 1.0)
+        elif ctx.needs_input_grad[1]:
+            by_master = master_gradient(low, own).to(ctx.master_dtype)
+        return by_low, by_master, grads[0] if ctx.needs_input_grad[2] else None, None, None
+
+
+class _Entered(torch.autograd.Function):
+    """Whole x -> x. Of the gradient that arrives this rank has its columns; it leaves whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_columns(ctx.exchange, ctx.exchange.share.columns_of(grads[0])), None
+
+
+class _Own(torch.autograd.Function):
+    """[..., O], of which this rank has its columns -> these alone. The gradient leaves whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.share.columns_of(x).contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_columns(ctx.exchange, grads[0]), None
+
+
+class _Gathered(torch.autograd.Function):
+    """This rank's columns [..., I / N] -> those of all, [..., I]. Backward takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return all_columns(exchange, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.share.columns_of(grads[0]).contiguous(), None
+
+
+class _Completed(torch.autograd.Function):
+    """[..., O], of which this rank has its columns -> whole. Its gradient is whole, and passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        return all_columns(exchange, exchange.share.columns_of(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def all_columns(exchange: Exchange, part: Tensor) -> Tensor:
+    """[..., C] of each rank -> [..., N C]."""
+    return exchange.all_columns(part.reshape(-1, part.shape[-1]).contiguous()).view(*part.shape[:-1], -1)
+
+
+class SplitLinear(FrozenLinear):
+    """q, k or v: takes the whole input, gives this rank's outputs. `weight`: its rows [O / N, I]."""
+
+    split: SplitWeight
+
+    def taken(self, x: Tensor) -> Tensor:
+        return x
+
+    def given(self, out: Tensor) -> Tensor:
+        found: Tensor = _Own.apply(out, self.split.exchange)
+        return found
+
+    def product(self, x: Tensor) -> Tensor:
+        found: Tensor = _Product.apply(x, self.split)
+        return found
+
+    def added(self, low: Tensor, b: Tensor, base: Tensor) -> Tensor:
+        """b [O / N, R]: this rank's part of the master."""
+        master = b.T
+        found: Tensor = _Added.apply(low, master, base, self.split.exchange, place_of(master))
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.given(self.product(self.taken(x)))
+
+
+class SplitOutput(SplitLinear):
+    """The output projection: takes this rank's heads, gives the whole output."""
+
+    def taken(self, x: Tensor) -> Tensor:
+        found: Tensor = _Gathered.apply(x, self.split.exchange)
+        return found
+
+    def given(self, out: Tensor) -> Tensor:
+        found: Tensor = _Completed.apply(out, self.split.exchange)
+        return found
+
+
+class SplitLoraLinear(LoraLinear):
+    """LoRA on a `SplitLinear`. Its input and result are those of the base; A [R, I], B [O / N, R]."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self.base_layer
+        assert isinstance(base, SplitLinear)
+        x = base.taken(x)
+        result = base.product(x)
+        for key, (a, b, scaling) in zip(self._active_here(), self.active_lora(), strict=True):
+            low = served_product(self.lora_dropout[key](x).flatten(0, -2), a.T, alpha=scaling)
+            result = base.added(low, b, result.flatten(0, -2)).view(result.shape)
+        return base.given(result)
+
+
+class SplitVocabulary:
+    """A table [V, H], embeddings or head: each rank has as many consecutive rows, and the last ones may be padding."""
+
+    def __init__(self, rows: Tensor, vocabulary: int, exchange: Exchange) -> None:
+        self.weight, self._vocabulary = SplitWeight(rows.detach(), exchange), vocabulary
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._vocabulary, self.weight.rows.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.rows.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, S] -> [B, S, H]."""
+        rows, share = self.weight.rows, self.weight.exchange.share
+        flat = tokens.flatten()
+        own = (flat - share.rank * len(rows)).clamp(0, len(rows) - 1)
+        everyone = self.weight.exchange.all_columns(rows[own]).unflatten(-1, (share.num_ranks, -1))
+        owners = torch.div(flat, len(rows), rounding_mode="floor")
+        return everyone[torch.arange(len(flat)), owners].view(*tokens.shape, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V] in hidden's dtype."""
+        padded = self.weight.exchange.all_columns(dense.linear(hidden, self.weight.rows))
+        return padded[:, : self._vocabulary].contiguous()
+
+    def by_hidden(self, by_logits: Tensor) -> Tensor:
+        """[M, V] -> [M, H]."""
+        return self.weight.exchange.all_columns(self.weight.by_input(by_logits))
+
+
+def split_attention(attention: Any, exchange: Exchange) -> None:
+    """Patches an attention module of Hugging Face with q, k, v and output projection over ranks. The rows of their
+    weights are placed later."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(attention, name).__class__ = SplitLinear
+    attention.o_proj.__class__ = SplitOutput
+    forward = attention.forward
+
+    def entering(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return forward(hidden_states=_Entered.apply(hidden_states, exchange), **kwargs)
+
+    attention.forward = types.MethodType(entering, attention)
+
+
+def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tensor], share: Share) -> TensorSource:
+    """Where this rank's part of the tensor lies among its engine's; `source`: where one process has it.
+
+    A fused layer's rows are split part by part. Each rank has as many rows of the vocabulary, padding included.
+    """
+    module = model.get_submodule(source.name.rpartition(".")[0])
+    if isinstance(module, SplitLinear):
+        count = len(share.of(source.stop - source.start, "outputs"))
+        start = source.start // share.num_ranks
+        return replace(source, start=start, stop=start + count, shape=(count, *source.shape[1:]))
+    if source.name in VOCABULARIES and source.source in engine:
+        count = len(engine[source.source])
+        return replace(source, start=0, stop=count, shape=(count, *source.shape[1:]))
+    return source
+
+
+class SplitParts:
+    """What of a twin is split. Its parameters are this rank's rows by now.
+
+    `embedding`, `head`: tables [V, H], also where both are one.
+    """
+
+    def __init__(self, model: Any, vocabulary: int, exchange: Exchange) -> None:
+        self._weights = []
+        for module in model.modules():
+            if isinstance(module, SplitLinear):
+                module.split = SplitWeight(module.weight.detach(), exchange)
+                self._weights.append(module.split)
+        self.embedding = SplitVocabulary(model.model.embed_tokens.weight, vocabulary, exchange)
+        self.head = SplitVocabulary(model.lm_head.weight, vocabulary, exchange)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Of the columns that this rank holds for backward."""
+        each = [*self._weights, self.head.weight]
+        return sum(weight.columns.nbytes for weight in each if weight.columns is not None)
+
+    def fetch(self) -> Generator[Slice, None, None]:
+        """What backward needs: columns of all weights. All ranks run the slices, in the same order."""
+        for weight in (*self._weights, self.head.weight):
+            yield Slice("columns for backward", weight.rows.numel(), may_switch=True)
+            weight.fetch()
+
+    def forget(self) -> None:
+        """Frees what `fetch` has fetched."""
+        for weight in (*self._weights, self.head.weight):
+            weight.columns = None
+
+
+def why_not_trained(family: Family, config: Config) -> str:
+    """Why several ranks do not train such a model; empty if they do."""
+    if family.name not in FAMILIES:
+        return f"the family {family.name} is not trained over ranks; {', '.join(FAMILIES)} is"
+    dense_layers = set(range(int(config["num_hidden_layers"]))) - set(family.moe_layers(config))
+    if dense_layers:
+        return f"layer {min(dense_layers)} has no routed experts, and dense MLPs are not trained over ranks"
+    return ""

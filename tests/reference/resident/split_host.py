@@ -1,0 +1,54 @@
+"""Makes a host with a whole model that of one rank, with a rank's part of the tensors and of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.families import family_for
+from kt_runtime.ranks import Exchange, Share
+
+
+def split_host(host: Any, exchange: Exchange, expert_format: str | None = None) -> Any:
+    """`host`: a `FakeHost` of Qwen3-MoE, which becomes that of `exchange`'s rank. Returns it."""
+    host.exchange, host.num_ranks = exchange, exchange.share.num_ranks
+    host._tensors = own_tensors(host.config, host.tensors(), exchange.share)
+    host.experts = store_of(host, exchange.share, expert_format)
+    return host
+
+
+def store_of(host: Any, share: Share | None, expert_format: str | None) -> ExpertStore:
+    family = family_for(host.config)
+    shape = ExpertShape(*family.expert_shape(host.config))
+    return ExpertStore.load(
+        Path(host.model_directory),
+        {layer: family.expert_prefix(layer) for layer in family.moe_layers(host.config)},
+        shape,
+        num_threads=1,
+        expert_format=expert_format,
+        mlp=family.expert_mlp(host.config),
+        share=None if share is None else share.of(shape.num_experts, "experts"),
+    )
+
+
+def own_tensors(config: Mapping[str, Any], whole: Mapping[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
+    """As SGLang and `sglang_patch.ranks` split them: each part of a fused layer by rows, the padded vocabulary by rows;
+    norms, router and rotary table are whole on every rank."""
+    family = family_for(config)
+    parts: dict[str, list[range]] = {}
+    for source in family.twin_sources(config):
+        if source.name.endswith("_proj.weight"):
+            parts.setdefault(source.source, []).append(range(source.start, source.stop))
+    own = dict(whole)
+    for name, ranges in parts.items():
+        ranges = sorted(ranges, key=lambda part: part.start)
+        rows = [part.start + row for part in ranges for row in share.of(len(part), "rows")]
+        own[name] = whole[name][rows].clone()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows_of_all = share.of(len(whole[name]), "rows of the vocabulary")
+        own[name] = whole[name][rows_of_all.start : rows_of_all.stop].clone()
+    return own

@@ -1,0 +1,114 @@
+"""Threads that come first, and threads that give way: the numbers that the system holds of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from kt_runtime import priority
+
+GET_ATTRIBUTES = {"x86_64": 315, "aarch64": 275}
+LARGER_BYTES = 256
+
+
+T = TypeVar("T")
+
+
+class Standing(NamedTuple):
+    niceness: int
+    slice_ns: int
+
+
+def standing() -> Standing:
+    """This thread's (sched_getattr(2)); slices are 0 on a system that has none of its threads' own."""
+    room = ctypes.create_string_buffer(LARGER_BYTES)
+    thread = threading.get_native_id()
+    assert ctypes.CDLL(None).syscall(GET_ATTRIBUTES[platform.machine()], thread, room, LARGER_BYTES, 0) == 0
+    _, _, _, niceness, _, slice_ns, _, _ = priority._ATTRIBUTES.unpack_from(room.raw)
+    return Standing(niceness, slice_ns)
+
+
+def has_slices() -> bool:
+    major, minor = (int(each) for each in platform.release().split(".")[:2])
+    return platform.machine() in GET_ATTRIBUTES and (major, minor) >= (6, 12)
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+pytestmark = pytest.mark.skipif(not has_slices(), reason="before Linux 6.12 threads have no slices of their own")
+
+
+def test_a_thread_that_comes_first_keeps_its_niceness_and_hands_its_slices_on() -> None:
+    def work() -> tuple[Standing, Standing]:
+        assert priority.come_first(threading.get_native_id())
+        return standing(), in_thread(standing)
+
+    before = standing()
+    assert in_thread(work) == (Standing(before.niceness, priority.SHORT_SLICE_NS),) * 2
+    assert standing() == before
+
+
+def test_a_thread_that_gives_way_is_nicer_and_has_the_systems_slices_again() -> None:
+    before = in_thread(standing)
+
+    def work() -> tuple[Standing, Standing]:
+        priority.come_first(threading.get_native_id())
+        priority.give_way()
+        once = standing()
+        priority.give_way()
+        return once, standing()
+
+    expected = Standing(min(19, before.niceness + priority.NICENESS), before.slice_ns)
+    assert in_thread(work) == (expected, expected)
+
+
+def test_another_thread_gives_way_by_its_id() -> None:
+    begun, done = threading.Event(), threading.Event()
+    ids: list[int] = []
+
+    def work() -> Standing:
+        ids.append(threading.get_native_id())
+        begun.set()
+        assert done.wait(60)
+        return standing()
+
+    found: list[Standing] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    assert begun.wait(60)
+    before = standing()
+    priority.give_way(ids[0])
+    done.set()
+    thread.join(60)
+    assert found[0].niceness == min(19, before.niceness + priority.NICENESS) and standing() == before
+
+
+def test_a_thread_that_is_gone_is_no_error() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        gone = process.pid  # that of its only thread, too; a thread that was joined may still be ending
+    assert not priority.come_first(gone)
+    priority.give_way(gone)
+
+
+def test_threads_are_found_by_their_names() -> None:
+    code = "import threading; from kt_runtime.priority import threads_by_name; print(sorted(threads_by_name().items()))"
+    command = [sys.executable, "-P", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=60)
+    assert f"({process.pid}, " in said
+    assert threading.get_native_id() in priority.threads_by_name()
+    assert os.getpid() in priority.threads_by_name()
