@@ -18,7 +18,7 @@ Recorded = Callable[[dict[str, Any]], Measurement]
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_ranks_decode_the_tokens_of_one_process(bench_output: BenchOutput, recorded: Recorded) -> None:
-    options = ("--rank-model", "tiny-qwen3-moe", "--rank-streams", "2", "--rank-runs", "1", "--dtype", "float32")
+    options = ("--rank-model", "tiny-qwen3-moe", "--rank-streams", "1", "--rank-runs", "1", "--dtype", "float32")
     out, _ = bench_output("scale", "--replicas", "0", "--ranks", "2", *options, "--json")
     found: dict[str, Any] = json.loads(out)["ranks"]
     assert found["steps"] == {"one process": STEP_RUNNING, "ranks": STEP_RUNNING}
