@@ -25,7 +25,7 @@ CAUSE_SECONDS = 1.0
 """From the first failure until the server ends: time for other ranks and hosts to fail or to report."""
 OWN_ERROR_SECONDS = 4.0
 HOSTS_SECONDS = 3.0
-"""What another host needs to notice a rank's death and to report it, before this host's rank says that it has failed."""
+"""What another host needs to notice a rank's death and to report it; this host's rank may have failed by then."""
 
 
 class OtherHosts(Protocol):
