@@ -23,7 +23,7 @@ from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.sglang_patch.frontend.stalls import RANK, Look
 from kt_runtime.sglang_patch.ranks import meeting
 from kt_runtime.sglang_patch.ranks.deaths import placed
-from kt_runtime.sglang_patch.ranks.watch import RankWatch
+from kt_runtime.sglang_patch.ranks.watch import CAUSE_SECONDS, RankWatch
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,10 @@ def gathered(
         found = _leader(place, facts, adapters, say) if place.number == 0 else _follower(place, facts, adapters, say)
         connection = found.leader or found.follower
         assert connection is not None
-        found.watch = watch = RankWatch(first_rank, f"host {place.number}, {found.address}", connection.shared)
+        reports = CAUSE_SECONDS if found.leader is not None else 0.0  # host 0 waits for all reports
+        found.watch = watch = RankWatch(
+            first_rank, f"host {place.number}, {found.address}", connection.shared, cause_s=reports
+        )
         connection.shared.looks = lambda: _looks(watch)
         if (interface := interface_of(found.address)) is not None:
             found.environment[INTERFACE] = interface

@@ -24,6 +24,8 @@ STOPPED_SECONDS = 3.0  # a debugger's short look is shorter
 CAUSE_SECONDS = 1.0
 """From the first failure until the server ends: time for other ranks and hosts to fail or to report."""
 OWN_ERROR_SECONDS = 4.0
+HOSTS_SECONDS = 3.0
+"""What another host needs to notice a rank's death and to report it; this host's rank may have failed by then."""
 
 
 class OtherHosts(Protocol):
@@ -33,7 +35,8 @@ class OtherHosts(Protocol):
 
 
 class RankWatch:
-    """`first_rank`: of this host. `host`: this host's name, where there are several, and `others` the other ones."""
+    """`first_rank`: of this host. `host`: this host's name, where there are several, and `others` the other ones.
+    `cause_s`: 0 on a host that only reports."""
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class RankWatch:
         others: OtherHosts | None = None,
         look: Callable[[int], Look | None] = look_at,
         clock: Callable[[], float] = time.monotonic,
+        cause_s: float = CAUSE_SECONDS,
     ) -> None:
+        self._cause_s = cause_s
         self._first_rank, self._host, self._others, self._look, self._clock = first_rank, host, others, look, clock
         self._processes: list[RankProcess] = []
         self._failures: list[Failure] = []
@@ -69,8 +74,10 @@ class RankWatch:
         found = [(rank, process.pid or 0) for rank, process in self._ranks() if process.exitcode is None]
         return [(rank, pid, look) for rank, pid in found if (look := self._look(pid)) is not None]
 
-    def wait_for_cause(self, patience_s: float = CAUSE_SECONDS) -> Failure | None:
+    def wait_for_cause(self, patience_s: float | None = None) -> Failure | None:
         """After `claim`: the cause, once there has been time to find it. None: no rank has failed."""
+        if patience_s is None:
+            patience_s = CAUSE_SECONDS if self._others is None else HOSTS_SECONDS
         deadline = time.monotonic() + patience_s
         self.check()
         while ((cause := self.cause()) is None or cause.kind == FAILED) and time.monotonic() < deadline:
@@ -95,7 +102,7 @@ class RankWatch:
             return False
         if self._failed_at is None:
             self._failed_at = now
-        return now - self._failed_at >= (OWN_ERROR_SECONDS if cause.kind == FAILED else CAUSE_SECONDS)
+        return now - self._failed_at >= (OWN_ERROR_SECONDS if cause.kind == FAILED else self._cause_s)
 
     def _run(self) -> None:
         while not self.check():
