@@ -41,7 +41,7 @@ def all_gather(
     return exchange.all_columns(input_)
 
 
-def smallest_tokens(original: Callable[..., None], sampler: Any, tokens: torch.Tensor, info: Any) -> None:
+def smallest_tokens(original: Callable[..., Any], sampler: Any, tokens: torch.Tensor, info: Any) -> None:
     """[B], in place."""
     exchange = near_exchange()
     if exchange is None:

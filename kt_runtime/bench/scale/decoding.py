@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,9 +39,7 @@ def measure_ranks(plan: Plan, dtype: str, directory: Path, say: Callable[[str], 
             (ONE, ["--expert-threads", str(plan.ranks)]),
             (RANKS, ["--tp-size", str(plan.ranks), "--expert-threads", "1"]),
         ):
-            side = ServerSide(
-                serve, cases, config, dtype, lambda line, name=name: say(f"{name}: {line}"), extra=options
-            )
+            side = ServerSide(serve, cases, config, dtype, partial(_say_of, say, name), extra=options)
             place = directory / name.replace(" ", "-")
             place.mkdir()
             found[name] = side.measure(model, place)
@@ -61,6 +60,10 @@ def measure_ranks(plan: Plan, dtype: str, directory: Path, say: Callable[[str], 
         "bar": RANKS_BAR,
         "within_bar": len(rows) == len(cases) and all(row["ratio"] >= RANKS_BAR for row in rows),
     }
+
+
+def _say_of(say: Callable[[str], None], server: str, line: str) -> None:
+    say(f"{server}: {line}")
 
 
 def row_of(case: Case, ranks: tuple[Measured, Transcript], one: tuple[Measured, Transcript]) -> dict[str, Any]:

@@ -76,7 +76,14 @@ def test_a_server_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_with_their_experts_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = {"rank": 1, "pid": 77, "first_expert": 4, "num_experts": 4, "rss_bytes": 3 << 30, "peak_bytes": 4 << 30}
+    rank: dict[str, Any] = {
+        "rank": 1,
+        "pid": 77,
+        "first_expert": 4,
+        "num_experts": 4,
+        "rss_bytes": 3 << 30,
+        "peak_bytes": 4 << 30,
+    }
     rank |= {"dense_bytes": 1 << 30, "expert_bytes": 1 << 30, "host": 0, "address": "", "waiting_share": 0.25}
     ranks = [rank | {"is_slowest": True}]
     said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())

@@ -169,7 +169,11 @@ def test_a_rank_that_computes_or_is_stopped_is_waited_for(state: str) -> None:
 
 
 def end_later(pid: int, seconds: float) -> None:
-    partner(lambda: (time.sleep(seconds), os.kill(pid, signal.SIGKILL)))  # type: ignore[arg-type, return-value]
+    def end() -> None:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+
+    partner(end)
 
 
 def test_a_rank_that_gives_up_is_named() -> None:

@@ -21,6 +21,7 @@ def logits(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:
     positions = twin.positions(hidden)
     for layer in range(twin.num_layers):
         hidden = twin.run_layer(layer, hidden, positions)
+    assert isinstance(twin.head, torch.Tensor)
     return torch.nn.functional.linear(twin.final_norm(hidden), twin.head)
 
 

@@ -46,7 +46,8 @@ class Hosts:
     def meet(self, *followers: Follower) -> list[Any]:
         """What each of the hosts got, host 0 first: its agreement or its error."""
         with ThreadPoolExecutor(1 + len(followers)) as pool:
-            meeting = [pool.submit(each.meet, self.said.append) for each in (self.leader, *followers)]
+            meets: list[Callable[[Callable[[str], Any]], Any]] = [self.leader.meet, *(each.meet for each in followers)]
+            meeting = [pool.submit(meet, self.said.append) for meet in meets]
             return [each.exception(SECONDS) or each.result() for each in meeting]
 
     def close(self) -> None:

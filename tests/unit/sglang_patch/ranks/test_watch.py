@@ -110,7 +110,12 @@ def test_the_end_comes_once_from_its_own_thread_or_from_who_claims_it() -> None:
     ranks.now = 0.0
     ranks.watch.check()
     ranks.now = 10.0
-    ranks.watch.start(lambda failure: (ended.append(failure), has_ended.set()))  # type: ignore[func-returns-value]
+
+    def end(failure: Failure) -> None:
+        ended.append(failure)
+        has_ended.set()
+
+    ranks.watch.start(end)
     assert has_ended.wait(SECONDS) and not ranks.watch.claim()
     assert [each.kind for each in ended] == [SIGNALLED]
 
