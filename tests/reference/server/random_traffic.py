@@ -160,7 +160,7 @@ class Trainer:
         tensors = {**dict(runner.model.named_buffers()), **dict(runner.model.named_parameters())}
         host = SimpleNamespace(
             config=engine.config, device=torch.device("cpu"), dtype=runner.dtype, experts=moe.expert_store(),
-            attends_in_float32=True, tensors=lambda: tensors,
+            attends_in_float32=True, exchange=None, tensors=lambda: tensors,
         )  # fmt: skip
         self.twin = Twin(host)  # type: ignore[arg-type]
         lora, modules = LoraModules(self.twin), family.lora_modules(engine.config)

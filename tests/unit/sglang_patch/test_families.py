@@ -99,6 +99,7 @@ def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Runnin
             dtype=dtype,
             experts=moe.expert_store(),
             attends_in_float32=True,
+            exchange=None,
             tensors=lambda: named_tensors(runner.model),
         )
         twin = Twin(host)
