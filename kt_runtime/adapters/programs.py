@@ -23,6 +23,7 @@ from kt_runtime.families import MLP, SHARED, Family, family_for
 _FUSED = (".experts", ".experts.base_layer")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WHOLE_QUERIES = ".self_attn.q_proj"  # of latent attention without compressed queries, as in DeepSeek-V2-Lite
+_SPLIT_QUERIES = (".linear_attn.in_proj_qkv", ".linear_attn.in_proj_z")  # of Gated DeltaNet, as in Qwen3.5
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def _servers(sizes: Mapping[str, int], total: int, family: Family, config: Mappi
         remark = "SGLang 0.5.23 alone expects k_proj and v_proj beside q_proj, and refuses the directory"
         return [Reader("kt-runtime", total, total, remark)]
     fused = sum(size for name, size in sizes.items() if family.peft_experts == "fused" and name.endswith(_FUSED))
+    split = sum(size for name, size in sizes.items() if name.endswith(_SPLIT_QUERIES))
+    if not fused and split:
+        remark = "it knows in_proj_q, in_proj_k and in_proj_v, and leaves in_proj_qkv and in_proj_z out"
+        return [Reader("kt-runtime", total, total), Reader("SGLang 0.5.23 alone", total - split, total, remark)]
     if not fused:
         return [Reader("kt-runtime and SGLang 0.5.23", total, total)]
     remark = "SGLang alone knows a pair for each expert only, which `adapter export --format sglang` writes"
