@@ -90,7 +90,7 @@ def test_dense_tensors_are_the_checkpoint_s_under_its_names(made: tuple[Path, Pa
     assert set(found) == set(wanted)
     family = family_for(config)
     for name, tensor in found.items():
-        # The file holds one more than an offset, in float32: a tiny offset loses bits, up to 2^-24, then bf16's rounding.
+        # The file holds one more than an offset, in float32: a tiny offset loses up to 2^-24, then bf16 rounds it.
         most = 2.0**-23 if family.is_offset(name) else 0.0
         assert torch.allclose(tensor.to(wanted[name].dtype), wanted[name], rtol=0.0, atol=most), name
 
