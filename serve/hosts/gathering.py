@@ -31,8 +31,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Of gloo, which connects ranks: the interface whose first address it listens at. Without it, the host name's."""
 LOOPBACK = "lo"
 QUEUES = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
-"""SGLang's ZMQ queues between ranks, which it can do without (gloo broadcasts then): between hosts they listen at an
-address that SGLang finds by its own rules, which may be one that other hosts do not reach."""
+"""Turns SGLang's ZMQ queues between ranks off; gloo broadcasts instead. Between hosts the queues would listen at an
+address that SGLang chooses by its own rules, which other hosts may not reach."""
 
 
 @dataclass

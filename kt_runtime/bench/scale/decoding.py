@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from kt_runtime.bench.scale.plan import RANKS_BAR, Plan
+from kt_runtime.bench.serve.no_step import same_share
 from kt_runtime.bench.serve.plan import Case
 from kt_runtime.bench.serve.plan import Plan as ServePlan
 from kt_runtime.bench.serve.rows import Measured
@@ -78,7 +79,7 @@ def row_of(case: Case, ranks: tuple[Measured, Transcript], one: tuple[Measured, 
         "ratio": ours.tokens_per_s / theirs.tokens_per_s,
         "step_ms": _step_ms(ours),
         "one_process_step_ms": _step_ms(theirs),
-        "same_tokens": _same_share(ranks[1], one[1]),
+        "same_tokens": same_share(ranks[1], one[1]),
     }
 
 
@@ -110,13 +111,3 @@ def _step_ms(measured: Measured) -> float | None:
     """Of a token of every stream; None: the native step did not compute all of them."""
     times = [1e3 * each.step for each in measured.token_times]
     return median(times) if times else None
-
-
-def _same_share(ours: Transcript, theirs: Transcript) -> float:
-    pairs = [
-        first == second
-        for our_run, their_run in zip(ours.answers, theirs.answers, strict=False)
-        for our_answer, their_answer in zip(our_run, their_run, strict=True)
-        for first, second in zip(our_answer, their_answer, strict=True)
-    ]
-    return sum(pairs) / len(pairs)

@@ -42,13 +42,13 @@ class NoStep(Peer):
         status = second.result.status
         self.facts = {name: status[name] for name in ("sglang_version", "dtype", "step") if name in status}
         for case, (measured, transcript) in second.result.measured.items():
-            same = _same_share(transcript, first.result.measured[case][1])
+            same = same_share(transcript, first.result.measured[case][1])
             self.measured[case] = replace(measured, same_tokens=same)
         if self.problem is None and second.result.problems:
             self.fail("; ".join(f"{case}: {problem}" for case, problem in second.result.problems.items()))
 
 
-def _same_share(ours: Transcript, theirs: Transcript) -> float:
+def same_share(ours: Transcript, theirs: Transcript) -> float:
     """Share of equal tokens, place by place. `ours` may have fewer runs."""
     pairs = [
         one == other

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kt_runtime.bench.serve import server_side
-from kt_runtime.bench.serve.no_step import NoStep, _same_share
+from kt_runtime.bench.serve.no_step import NoStep, same_share
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
 from kt_runtime.bench.serve.server_side import WARM_UP_TOKENS, ServerSide, Transcript
 from kt_runtime.bench.serve.streams import Stream
@@ -270,4 +270,4 @@ def test_a_case_that_the_peer_could_not_measure_is_its_problem(
 def test_the_share_of_equal_tokens_is_that_of_the_runs_of_both() -> None:
     ours = Transcript([[[1]]], [[[1, 2, 3, 4]]])
     theirs = Transcript([[[1]], [[1]]], [[[1, 2, 9, 4]], [[5, 5, 5, 5]]])
-    assert _same_share(ours, theirs) == 0.75
+    assert same_share(ours, theirs) == 0.75
