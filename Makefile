@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-quick test-gpu test-device fuzz fuzz-gguf soak test-amx test-sanitize test-threads check check-native format clean help
+.PHONY: demo test test-quick test-gpu test-device fuzz fuzz-gguf soak test-amx test-sanitize test-threads check check-native format lock clean help
 
 PROCESSORS := $(shell getconf _NPROCESSORS_ONLN)
 
@@ -30,6 +30,7 @@ help:
 	@echo "make check   linters, formatting, types of sources and tests, and the import-direction test"
 	@echo "make check-native   test-threads and test-sanitize, which also runs AMX's kernels on a model of its tiles"
 	@echo "make format  apply ruff's and clang-format's formatting"
+	@echo "make lock    write the versions of this environment's packages into constraints.txt"
 	@echo "make clean   remove the build tree and the environment"
 
 # What the installation needs, each with one line that says how to get it. CMake takes $CXX, or else c++ and its names.
@@ -51,19 +52,29 @@ $(VENV)/created:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@
 
+# Every package at the version that the tests ran with: pip finds these at once, where it would otherwise try hundreds of
+# releases of boto3 and botocore, and take old ones. `make lock` writes the file, from an environment that passed.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
 # Without pip's build isolation the compiler's results in build/ stay valid, and only what changed is compiled again.
 # setuptools: jieba is published as sources only, and without isolation pip builds it with what the environment has.
-$(VENV)/installed: $(VENV)/created pyproject.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet 'cmake>=3.24' ninja 'setuptools>=70.1' \
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt $(NATIVE)
+	$(INSTALL) 'cmake>=3.24' ninja 'setuptools>=70.1' \
 	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
+	$(INSTALL) --no-build-isolation -e '.[test]'
 	@touch $@
 
 # Only the tools: the package itself is installed, and need not be built again.
 $(VENV)/check-installed: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet \
+	$(INSTALL) \
 	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["check"])')
 	@touch $@
+
+# To move a version: install it into .venv, run the tests, then this.
+lock: $(VENV)/check-installed
+	@{ echo '# Versions that the tests ran with, on Python 3.11 and Linux: pip --constraint. Written by make lock.'; \
+	  $(BIN)/python -m pip freeze --exclude-editable; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/kt-runtime demo --json demo.json
