@@ -105,9 +105,8 @@ class LayerReader {
     layer.input_norm = tensor_("input_norm", {stack_.hidden()});
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
-    const bool is_grouped_query = !attention.has("by_key_head") && !attention.has("latent_norm");
-    if (stack_.exchange && !is_grouped_query)
-      fail(attention.prefix() + "qkv is missing: ranks share no other attention");
+    if (stack_.exchange && attention.has("by_key_head"))
+      fail(attention.prefix() + "by_key_head: ranks do not share Gated DeltaNet");
     if (attention.has("by_key_head")) {  // no other kind has it
       layer.attention = gated_delta(attention);
     } else if (is_latent(attention)) {
@@ -249,7 +248,7 @@ class LayerReader {
         rank > 0 ? linear(tensor, "compress", hidden, {rank, kept}) : linear(tensor, "compress", hidden, {kept});
     attention.query = linear(tensor, "query", rank > 0 ? rank : hidden, {heads * (nope + rope)});
     attention.heads_lora = pool("kv_b", size, {heads * (nope + attention.value())});
-    attention.out = linear(tensor, "out", heads * attention.value(), {hidden});
+    attention.out = linear(tensor, "out", heads * attention.value() * stack_.ranks(), {hidden / stack_.ranks()});
     if (tensor.has("indexer")) read_indexer(tensor.part("indexer"), &attention);
     return attention;
   }

@@ -14,7 +14,7 @@ struct LatentRows {
   TensorView queries;     // N heads of [nope], [rope]
   TensorView absorbed;    // N heads of [latent], [rope]
   TensorView attended;    // N heads of [latent]
-  TensorView outputs;     // N heads of [value]
+  TensorView outputs;     // the heads of all ranks, of [value]
 
   LatentRows(StepWork& work, const Latent& layer) {
     const int64_t heads = layer.heads();
@@ -23,7 +23,7 @@ struct LatentRows {
     queries = made(RowsOf::kQueries, heads * (layer.nope() + layer.rope()));
     absorbed = made(RowsOf::kAbsorbed, heads * (layer.latent() + layer.rope()));
     attended = made(RowsOf::kAttended, heads * layer.latent());
-    outputs = made(RowsOf::kOutputs, heads * layer.value());
+    outputs = made(RowsOf::kOutputs, layer.out.weight.shape[1]);
   }
 };
 
@@ -144,11 +144,11 @@ Status attend(StepWork& work, const Latent& layer, const TensorView& x, const Te
                   : work.attend(tensors_between(work, layer, rows));
 
   const TensorView attended = heads_of(rows.attended, 0, heads, latent, latent);
-  const TensorView outputs = heads_of(rows.outputs, 0, heads, layer.value(), layer.value());
+  const TensorView outputs = heads_of(work.own_columns(rows.outputs), 0, heads, layer.value(), layer.value());
   linear_heads(work.engine, attended, layer.value_heads, outputs);
   work.adapters.add_outputs(work.engine, layer.heads_lora, attended, outputs);
-  work.multiply(layer.out, rows.outputs, out);
-  return {};
+  KT_RETURN_IF_ERROR(work.gather(rows.outputs));
+  return work.multiply_shared(layer.out, rows.outputs, out);
 }
 
 }  // namespace kt

@@ -26,19 +26,23 @@ def halves(b: torch.Tensor, num_heads: int, key_size: int) -> tuple[torch.Tensor
     return by_head[:, :key_size], by_head[:, key_size:]
 
 
-def add_query_delta(
-    absorbed: torch.Tensor, query_nope: torch.Tensor, a: torch.Tensor, b_k: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """The absorbed query [T, N, D] with LoRA's term: query_nope [T, N, K], a [R, D], b_k [N, K, R] -> [T, N, D]."""
-    low = served_product(query_nope.transpose(0, 1), b_k).transpose(0, 1)
+def low_query(query_nope: torch.Tensor, b_k: torch.Tensor) -> torch.Tensor:
+    """The first product of the query's term: query_nope [T, N, K], b_k [N, K, R] -> [T, N, R]."""
+    return served_product(query_nope.transpose(0, 1), b_k).transpose(0, 1)
+
+
+def query_with(absorbed: torch.Tensor, low: torch.Tensor, a: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The absorbed query [T, N, D] with LoRA's term: low [T, N, R] of `low_query`, a [R, D] -> [T, N, D]."""
     rows = served_product(low.flatten(0, 1), a, alpha=scaling, base=absorbed.flatten(0, 1))
     return rows.unflatten(0, low.shape[:2])
 
 
-def add_output_delta(
-    out: torch.Tensor, latent: torch.Tensor, a: torch.Tensor, b_v: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """The output [T, N, V] with LoRA's term: latent [T, N, D], a [R, D], b_v [N, V, R] -> [T, N, V]."""
-    low = served_product(latent.flatten(0, 1), a.T).unflatten(0, latent.shape[:2])
+def low_output(latent: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """The first product of the output's term: latent [T, N, D], a [R, D] -> [T, N, R]."""
+    return served_product(latent.flatten(0, 1), a.T).unflatten(0, latent.shape[:2])
+
+
+def output_with(out: torch.Tensor, low: torch.Tensor, b_v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The output [T, N, V] with LoRA's term: low [T, N, R] of `low_output`, b_v [N, V, R] -> [T, N, V]."""
     by_head = served_product(low.transpose(0, 1), b_v.mT, alpha=scaling, base=out.transpose(0, 1))
     return by_head.transpose(0, 1)

@@ -31,7 +31,7 @@ def install(hooks: Hooks) -> None:
 def apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.Tensor) -> torch.Tensor:
     """Adds the LoRA delta to the absorbed query `q_nope_out` [T, N, D] in place and returns `q_nope_out`."""
     for rows, a, (b_k, _), scaling in _segments(attention):
-        q_nope_out[rows] = mla.add_query_delta(q_nope_out[rows], q_nope[rows], a, b_k, scaling)
+        q_nope_out[rows] = mla.query_with(q_nope_out[rows], mla.low_query(q_nope[rows], b_k), a, scaling)
     return q_nope_out
 
 
@@ -39,7 +39,7 @@ def apply_v_correction(attention: Any, attn_output: torch.Tensor, attn_bmm_flat:
     """Adds the LoRA delta to the attention's output `attn_bmm_flat` [T, N * V] in place and returns `attn_bmm_flat`."""
     heads = attn_bmm_flat.view(-1, attention.num_local_heads, attention.v_head_dim)
     for rows, a, (_, b_v), scaling in _segments(attention):
-        heads[rows] = mla.add_output_delta(heads[rows], attn_output[rows], a, b_v, scaling)
+        heads[rows] = mla.output_with(heads[rows], mla.low_output(attn_output[rows], a), b_v, scaling)
     return attn_bmm_flat
 
 

@@ -28,8 +28,10 @@ from kt_runtime.ops.attention import attend_batch, attend_batch_backward
 from kt_runtime.ops.indexer import Index, IndexerWeights, index_rows
 from kt_runtime.ops.matmul import frozen_heads
 from kt_runtime.ops.rotary import Rotary
+from kt_runtime.ranks import Exchange
 from kt_runtime.resident.twin.batches import Branch
 from kt_runtime.resident.twin.lora_linear import LoraLinear
+from kt_runtime.resident.twin.split import Heads
 
 NAME = "kt_float32"
 """`float32_attention` among Hugging Face's attention implementations."""
@@ -46,12 +48,16 @@ Branches = tuple[Branch, ...] | None
 class Seen:
     """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `chunk`:
     only keys of its own chunk of so many positions; 0: all. `sinks` [N]: of each head a frozen score without a value,
-    which takes part in the softmax. `index`: of an indexer that chooses among them."""
+    which takes part in the softmax. `index`: of an indexer that chooses among them.
+
+    `exchange`: of ranks that share query heads but not the keys, which all heads see. A rank computes its heads' part
+    of the result. The gradient of the keys is a sum over heads, so each rank computes those of all heads."""
 
     window: int = 0
     sinks: torch.Tensor | None = None
     chunk: int = 0
     index: Index | None = None
+    exchange: Exchange | None = None
 
 
 EVERYTHING = Seen()
@@ -64,12 +70,15 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, seen: Seen = EVERYTHING
     ) -> torch.Tensor:
+        heads = Heads(seen.exchange)
+        own = heads.part(q)
         # Saved in float32: backward subtracts <grad, out> from each score's gradient, which may be equally small.
-        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        log_sums = own.new_empty(own.shape[:-1], dtype=torch.float32)
         sinks = None if seen.sinks is None else seen.sinks.detach().float()
         chosen = None if seen.index is None else seen.index.chosen()
-        out = attend_batch(q, k, v, scaling, log_sums=log_sums, sinks=sinks, window=seen.window, chosen=chosen)
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        out = attend_batch(own, k, v, scaling, log_sums=log_sums, sinks=sinks, window=seen.window, chosen=chosen)
+        out, log_sums = (heads.joined(part, wanted=any(ctx.needs_input_grad)) for part in (out, log_sums[..., None]))
+        ctx.save_for_backward(q, k, v, out, log_sums[..., 0])
         ctx.scaling, ctx.window, ctx.chosen = scaling, seen.window, chosen
         return out.to(q.dtype)
 
@@ -206,14 +215,6 @@ def _heads(attention: Any, projected: torch.Tensor, norm_name: str = "") -> torc
     return norm(heads) if norm is not None and is_per_head else heads
 
 
-def hugging_face_tables(rotary: Rotary, family: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`rotary` as Hugging Face's modules of DeepSeek-V2 and -V3 take it."""
-    cos, sin = rotary.angles[rotary.places].chunk(2, dim=-1)
-    if family == "deepseek_v2":
-        return torch.complex(cos.float(), sin.float())
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
-
-
 @dataclass(frozen=True)
 class Indexing:
     """How a layer of latent attention chooses keys: by the indexer of layer `source`, its own or an earlier one.
@@ -248,14 +249,16 @@ class Indexing:
         return index
 
 
-def absorb(attention: nn.Module, family: str, indexing: Indexing | None = None) -> None:
+def absorb(attention: nn.Module, indexing: Indexing | None = None, exchange: Exchange | None = None) -> None:
     """Patches a Hugging Face attention module of DeepSeek-V2, -V3 or -V3.2 to compute MLA in absorbed order.
 
     Parameters stay in place; W_v is a view of `kv_b_proj`'s weight, W_k is a temporary copy in each call. Compared with
     the expanded order, scores and weighted sums take (2 D + P) / (K + P + V) times as many operations (3.4 with
     DeepSeek-V3's sizes); everything else takes equally many.
+
+    `exchange`: of ranks that share the heads; latents and rotary keys are whole on each.
     """
-    expanded = attention.forward
+    heads = Heads(exchange)
 
     def forward(
         self: Any,
@@ -263,23 +266,13 @@ def absorb(attention: nn.Module, family: str, indexing: Indexing | None = None) 
         position_embeddings: Rotary,
         attention_mask: torch.Tensor | None = None,
         branches: Branches = None,
-        **kwargs: Any,
+        **_: Any,
     ) -> tuple[torch.Tensor | None, ...]:
+        # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
         drops_out = isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out()
-        if indexing is not None:
-            compute = _expanded if drops_out else _absorbed
-            out = compute(self, hidden_states, position_embeddings, branches, indexing)
-            return (out, None, None) if hasattr(self, "skip_topk") else (out, None)  # GLM's layers share a choice
-        if drops_out:
-            # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
-            return expanded(
-                hidden_states=hidden_states,
-                position_embeddings=hugging_face_tables(position_embeddings, family),
-                attention_mask=attention_mask,
-                branches=branches,
-                **kwargs,
-            )
-        return _absorbed(self, hidden_states, position_embeddings, branches), None
+        compute = _expanded if drops_out else _absorbed
+        out = compute(self, hidden_states, position_embeddings, branches, indexing, heads)
+        return (out, None, None) if hasattr(self, "skip_topk") else (out, None)  # GLM's layers share a choice
 
     attention.forward = types.MethodType(forward, attention)
 
@@ -289,44 +282,54 @@ def _absorbed(
     hidden: torch.Tensor,
     rotary: Rotary,
     branches: Branches,
-    indexing: Indexing | None = None,
+    indexing: Indexing | None,
+    heads: Heads,
 ) -> torch.Tensor:
     batch, length = hidden.shape[:2]
     latent_size = attention.kv_lora_rank
-    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing)
-    weight = KvWeight(attention)
+    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing, heads)
+    weight = KvWeight(attention, heads)
     absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
-    queries = torch.cat([absorbed, query_rope], dim=-1)
+    queries = torch.cat([absorbed, heads.all(query_rope)], dim=-1)
     keys = torch.cat([latent[:, :, None], key_rope], dim=-1)
+    seen = replace(seen, exchange=heads.exchange)
     attended = attend(queries, keys, keys[..., :latent_size], attention.scaling, branches, seen)
     out = weight.into_output(attended.flatten(0, 1))
     return attention.o_proj(out.reshape(batch, length, -1))
 
 
 def _expanded(
-    attention: Any, hidden: torch.Tensor, rotary: Rotary, branches: Branches, indexing: Indexing
+    attention: Any,
+    hidden: torch.Tensor,
+    rotary: Rotary,
+    branches: Branches,
+    indexing: Indexing | None,
+    heads: Heads,
 ) -> torch.Tensor:
     """As Hugging Face's module, with keys and values for each head."""
     nope, value = attention.qk_nope_head_dim, attention.v_head_dim
-    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing)
-    key_nope, values = attention.kv_b_proj(latent).unflatten(-1, (-1, nope + value)).split([nope, value], dim=-1)
-    keys = torch.cat([key_nope, key_rope.expand(*key_nope.shape[:-1], -1)], dim=-1)
+    query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing, heads)
+    expanded = attention.kv_b_proj(heads.entered(latent)).unflatten(-1, (-1, nope + value))
+    key_nope, values = expanded.split([nope, value], dim=-1)
+    of_all = key_rope.expand(*key_rope.shape[:2], heads.count(key_nope.shape[2]), -1)
+    keys = torch.cat([key_nope, heads.own(of_all)], dim=-1)
     queries = torch.cat([query_nope, query_rope], dim=-1)
     out = attend(queries, keys, values.contiguous(), attention.scaling, branches, seen)
     return attention.o_proj(out.flatten(2))
 
 
 def _projected(
-    attention: Any, hidden: torch.Tensor, rotary: Rotary, indexing: Indexing | None
+    attention: Any, hidden: torch.Tensor, rotary: Rotary, indexing: Indexing | None, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Seen]:
-    """Queries [B, S, N, K] and [B, S, N, P], latents [B, S, D], rotary keys [B, S, 1, P], and what queries see."""
+    """Queries [B, S, N, K] and [B, S, N, P] of this rank's heads, latents [B, S, D], rotary keys [B, S, 1, P], and
+    what queries see."""
     nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
     seen = EVERYTHING
     if attention.q_lora_rank is None:
         query = attention.q_proj(hidden)
     else:
         compressed = attention.q_a_layernorm(attention.q_a_proj(hidden))
-        query = attention.q_b_proj(compressed)
+        query = attention.q_b_proj(heads.entered(compressed))
         if indexing is not None:
             seen = Seen(index=indexing.index(attention, hidden, compressed, rotary))
     query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
@@ -338,28 +341,30 @@ def _projected(
 class KvWeight:
     """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA added as in serving.
 
-    `kt_runtime.ops.mla` has the formulas. T tokens.
+    `kt_runtime.ops.mla` has the formulas. T tokens. Of several ranks each has the matrices of its heads, n of N, and
+    LoRA's A, whose gradient is a sum over all heads: its products are those of all heads on each rank.
     """
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Any, heads: Heads) -> None:
         linear = attention.kv_b_proj
-        self._heads, self._key_size = attention.num_heads, attention.qk_nope_head_dim
+        self._heads, self._key_size = heads, attention.qk_nope_head_dim
+        self._num_own = attention.num_heads // heads.count(1)
         base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
-        self._w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
+        self._w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._num_own, self._key_size)
         self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
 
     def into_query(self, query: torch.Tensor) -> torch.Tensor:
-        """query [T, N, K] -> [T, N, D]."""
-        out = frozen_heads(query, self._w_k.mT.contiguous())
+        """query [T, n, K] -> [T, N, D]."""
+        out = self._heads.all(frozen_heads(query, self._w_k.mT.contiguous()))
         for a, b, scaling in self._lora:
-            b_k, _ = mla.halves(b, self._heads, self._key_size)
-            out = mla.add_query_delta(out, query, a, b_k, scaling)
+            b_k, _ = mla.halves(b, self._num_own, self._key_size)
+            out = mla.query_with(out, self._heads.all(mla.low_query(query, b_k)), a, scaling)
         return out
 
     def into_output(self, latent: torch.Tensor) -> torch.Tensor:
-        """latent [T, N, D] -> [T, N, V]."""
-        out = frozen_heads(latent, self._w_v)
+        """latent [T, N, D] -> [T, n, V]."""
+        out = frozen_heads(self._heads.own(latent), self._w_v)
         for a, b, scaling in self._lora:
-            _, b_v = mla.halves(b, self._heads, self._key_size)
-            out = mla.add_output_delta(out, latent, a, b_v, scaling)
+            _, b_v = mla.halves(b, self._num_own, self._key_size)
+            out = mla.output_with(out, self._heads.own(mla.low_output(latent, a)), b_v, scaling)
         return out

@@ -293,7 +293,7 @@ def _on_meta(family: Family, host: Host) -> Any:
         elif delta_net.is_hybrid(layer):
             delta_net.compute_natively(layer)
         elif hasattr(hf_config, "kv_lora_rank"):
-            attention.absorb(layer.self_attn, family.name, _indexing(stack, index))
+            attention.absorb(layer.self_attn, _indexing(stack, index), host.exchange)
         else:
             attention.rotate_natively(layer.self_attn, family.window(host.config, index))
             if host.exchange is not None:

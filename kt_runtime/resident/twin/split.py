@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Generator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,55 @@ class _Completed(torch.autograd.Function):
 def all_columns(exchange: Exchange, part: Tensor) -> Tensor:
     """[..., C] of each rank -> [..., N C]."""
     return exchange.all_columns(part.reshape(-1, part.shape[-1]).contiguous()).view(*part.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads that ranks share, each n of N; with one rank (`exchange` None) n is N, and nothing is done.
+
+    Tensors end with heads and their elements, [..., n, D] or [..., N, D].
+    """
+
+    exchange: Exchange | None
+
+    def count(self, own: int) -> int:
+        """N of n."""
+        return own if self.exchange is None else own * self.exchange.share.num_ranks
+
+    def part(self, x: Tensor) -> Tensor:
+        """[..., N, D] -> this rank's heads, without a gradient."""
+        if self.exchange is None:
+            return x
+        own = self.exchange.share.of(x.shape[-2], "heads")
+        return x[..., own.start : own.stop, :].contiguous()
+
+    def joined(self, x: Tensor, *, wanted: bool) -> Tensor:
+        """[..., n, D] -> [..., N, D], without a gradient. Not `wanted`: nobody reads the heads of others."""
+        if self.exchange is None:
+            return x
+        columns = x.flatten(-2)
+        share = self.exchange.share
+        whole = all_columns(self.exchange, columns) if wanted else share.placed(columns, self.count(columns.shape[-1]))
+        return whole.unflatten(-1, (-1, x.shape[-1]))
+
+    def all(self, x: Tensor) -> Tensor:
+        """[..., n, D] -> [..., N, D]; its gradient is whole. While autograd is off, nobody reads the heads of others."""
+        if self.exchange is None or not torch.is_grad_enabled():
+            return self.joined(x, wanted=False)
+        found: Tensor = _Gathered.apply(x.flatten(-2), self.exchange)
+        return found.unflatten(-1, (-1, x.shape[-1]))
+
+    def own(self, x: Tensor) -> Tensor:
+        """[..., N, D] -> [..., n, D]; the gradient leaves whole."""
+        if self.exchange is None:
+            return x
+        found: Tensor = _Own.apply(x.flatten(-2), self.exchange)
+        return found.unflatten(-1, (-1, x.shape[-1]))
+
+    def entered(self, x: Tensor) -> Tensor:
+        """A whole input of a split layer: of its gradient, which leaves whole, this rank's columns arrive."""
+        found: Tensor = x if self.exchange is None else _Entered.apply(x, self.exchange)
+        return found
 
 
 class SplitLinear(FrozenLinear):

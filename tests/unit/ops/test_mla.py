@@ -25,16 +25,16 @@ def test_both_parts_are_those_of_the_merged_delta(dtype: torch.dtype) -> None:
     absorbed, out = drawn(TOKENS, HEADS, LATENT, dtype=dtype, seed=5), drawn(TOKENS, HEADS, VALUE, dtype=dtype, seed=6)
     b_k, b_v = mla.halves(b, HEADS, KEY)
     merged = SCALING * (b.double() @ a.double()).view(HEADS, KEY + VALUE, LATENT)
-    into_query = mla.add_query_delta(absorbed, query, a, b_k, SCALING)
-    into_output = mla.add_output_delta(out, latent, a, b_v, SCALING)
+    into_query = mla.query_with(absorbed, mla.low_query(query, b_k), a, SCALING)
+    into_output = mla.output_with(out, mla.low_output(latent, a), b_v, SCALING)
     assert into_query.dtype == into_output.dtype == dtype
     expected = absorbed.double() + torch.einsum("tnk,nkd->tnd", query.double(), merged[:, :KEY])
     assert relative_error(into_query, expected) <= TOLERANCE[dtype]
     expected = out.double() + torch.einsum("tnd,nvd->tnv", latent.double(), merged[:, KEY:])
     assert relative_error(into_output, expected) <= TOLERANCE[dtype]
-    first = mla.add_query_delta(absorbed[:1], query[:1], a, b_k, SCALING)
+    first = mla.query_with(absorbed[:1], mla.low_query(query[:1], b_k), a, SCALING)
     assert torch.equal(first, into_query[:1])
-    assert torch.equal(mla.add_output_delta(out[:1], latent[:1], a, b_v, SCALING), into_output[:1])
+    assert torch.equal(mla.output_with(out[:1], mla.low_output(latent[:1], a), b_v, SCALING), into_output[:1])
 
 
 def test_halves_are_views_of_each_heads_rows() -> None:
