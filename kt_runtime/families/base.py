@@ -142,6 +142,8 @@ class Family(ABC):
     and no host or disk tier."""
     chooses_keys: bool = False
     """Whether an indexer chooses the keys that a query sees; `index_size` is then above 0."""
+    splits_over_ranks: bool = False
+    """Whether ranks share its models: each layer is split, and has the bits of one process (docs/scale.md)."""
     unlisted_lora_targets: tuple[str, ...] = ()
     """Projections that SGLang's option `--lora-target-modules` does not know, though its LoRA layers do."""
 
@@ -274,6 +276,19 @@ class Family(ABC):
 
     def expert_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size")
+
+    def heads_to_split(self, config: Config) -> dict[str, int]:
+        """Heads that ranks share evenly: numbers by what they are, plurals."""
+        return {"attention heads": integer(config, "num_attention_heads")}
+
+    def numbers_to_split(self, config: Config) -> dict[str, int]:
+        """All that ranks share evenly: numbers by what they are, plurals."""
+        found = {**self.heads_to_split(config), "hidden units": integer(config, "hidden_size")}
+        if len(self.moe_layers(config)) < integer(config, "num_hidden_layers"):
+            found["units of dense layers"] = self.dense_intermediate(config)
+        if shared := self.shared_intermediate(config):
+            found["units of shared experts"] = shared
+        return {**found, "routed experts": self.num_experts(config)}
 
     def twin_sources(self, config: Config) -> list[TensorSource]:
         """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has."""
