@@ -7,20 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families import family_for
-from kt_runtime.families.base import integer
+from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.sglang_patch.options import last_value
-
-FAMILIES = ("qwen3_moe",)
-"""Families whose layers are all split, and were compared with one rank."""
-
-SPLIT = {
-    "attention heads": "num_attention_heads",
-    "key-value heads": "num_key_value_heads",
-    "hidden units": "hidden_size",
-}
 
 
 def with_ranks(options: ServeOptions, config: Mapping[str, Any]) -> ServeOptions:
@@ -44,12 +34,12 @@ def _check(ranks: int, options: ServeOptions, config: Mapping[str, Any]) -> None
     for option, why in _excluded(options):
         raise _refused(ranks, f"{option} is for one rank: {why}")
     family = family_for(config)
-    if family.name not in FAMILIES:
-        raise _refused(ranks, f"the family {family.name} is not split over ranks yet; {', '.join(FAMILIES)} is")
+    if not family.splits_over_ranks:
+        split = ", ".join(sorted(each.name for each in FAMILIES if each.splits_over_ranks))
+        raise _refused(ranks, f"the family {family.name} is not split over ranks yet; these are: {split}")
     if gguf_files(config.get("quantization_config")):
         raise _refused(ranks, "a GGUF model is not split over ranks; serve its safetensors checkpoint")
-    numbers = {what: integer(config, key) for what, key in SPLIT.items()}
-    for what, number in {**numbers, "routed experts": family.expert_shape(config)[0]}.items():
+    for what, number in family.numbers_to_split(config).items():
         try:
             check_divides(ranks, number, what)
         except InvalidValueError as error:

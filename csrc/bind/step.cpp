@@ -149,8 +149,8 @@ class LayerReader {
     attention.values = tensor("values", {attention.keys.shape[0], key_heads, size}, true);
     const int64_t queries = heads * size, keys = key_heads * size;
     attention.is_gated = tensor.flag("is_gated", false);
-    attention.query_norm = norm(tensor, "query_norm", size, queries);
-    attention.key_norm = norm(tensor, "key_norm", size, keys);
+    attention.query_norm = norm(tensor, "query_norm", size, queries * stack_.ranks());
+    attention.key_norm = norm(tensor, "key_norm", size, keys * stack_.ranks());
     const int64_t with_gates = queries * (attention.is_gated ? 2 : 1);
     attention.qkv = linear(tensor, "qkv", hidden, {with_gates, with_gates + keys, with_gates + 2 * keys});
     attention.out = linear(tensor, "out", queries * stack_.ranks(), {hidden / stack_.ranks()});

@@ -23,6 +23,29 @@ TensorView output_gates(StepWork& work, const GroupedQuery& layer) {
   return work.rows.matrix(RowsOf::kOutputGates, work.stack.dtype(), work.stack.heads * layer.keys.shape[2]);
 }
 
+void copy_rows(const StepWork& work, const TensorView& from, const TensorView& to) {
+  const auto bytes = static_cast<size_t>(from.shape[1] * dtype_bytes(from.dtype));
+  run_ranges(from.shape[0], kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
+    for (int64_t t = first; t < first + count; ++t) std::memcpy(element_of(to, t), element_of(from, t), bytes);
+  });
+}
+
+// A norm as wide as the heads of all ranks.
+bool is_of_all_ranks(const StepWork& work, const TensorView& norm, int64_t size) {
+  return work.stack.ranks() > 1 && norm.present() && norm.shape[0] != size;
+}
+
+// It sees the heads of all ranks as one row. `heads` [T, cols]: this rank's.
+Status normalise_over_ranks(StepWork& work, const TensorView& norm, const TensorView& heads) {
+  const TensorView all = work.rows.matrix(RowsOf::kAllHeads, heads.dtype, norm.shape[0]);
+  const TensorView own = work.own_columns(all);
+  copy_rows(work, heads, own);
+  KT_RETURN_IF_ERROR(work.gather(all));
+  work.normalise(all, norm, all);
+  copy_rows(work, own, heads);
+  return {};
+}
+
 // Norms and rotates each token's queries and keys, and copies keys and values to the token's slot, gates to rows of
 // their own. A norm as wide as all heads together sees them as one row. Of a head, the elements behind the rotary
 // embedding's stay as they are.
@@ -38,7 +61,7 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
     for (int64_t t = first; t < first + count; ++t) {
       void* keys = element_of(qkv, t, heads * distance);
       const auto normalise = [&](void* rows, int64_t num_heads, int64_t stride, const TensorView& weight) {
-        if (weight.present()) {
+        if (weight.present() && !is_of_all_ranks(work, weight, size)) {
           const int64_t cols = weight.shape[0];
           const RowMajor x{rows, cols == size ? stride : cols, bf16};
           kernels.normalise({.first_row = 0,
@@ -101,6 +124,13 @@ AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer) {
 Status attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out) {
   const TensorView qkv = queries_keys_values(work, layer);
   work.multiply(layer.qkv, x, qkv);
+  const int64_t size = layer.keys.shape[2], queries = work.stack.heads * size;
+  if (is_of_all_ranks(work, layer.query_norm, size))
+    KT_RETURN_IF_ERROR(normalise_over_ranks(work, layer.query_norm, columns_of(qkv, 0, queries)));
+  if (is_of_all_ranks(work, layer.key_norm, size)) {
+    const TensorView keys = columns_of(qkv, queries, layer.keys.shape[1] * size);
+    KT_RETURN_IF_ERROR(normalise_over_ranks(work, layer.key_norm, keys));
+  }
   place_heads(work, layer, qkv);
   work.attend(attention_tensors(work, layer), layer.is_chunked);
   const TensorView attended = attended_by(work, layer), own = work.own_columns(attended);

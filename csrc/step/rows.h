@@ -58,6 +58,7 @@ enum class RowsOf {
   kOutputGates,
   kSharedGate,
   kDeltaGates,
+  kAllHeads,
   kDeltaRows,
   kOwnEmbedded,
   kEmbedded,

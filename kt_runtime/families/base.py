@@ -60,6 +60,7 @@ class LoraModule:
     matrices; elsewhere `num_experts` is 0. `source` is the SGLang module that computes it, and `start` to `stop` its
     rows there. Modules with the same `source` are one fused group: SGLang needs LoRA tensors for every member of it.
     For routed experts `source` is SGLang's parameter without `_weight`, `...experts.w13` or `...experts.w2`.
+    `is_whole`: every rank has all of its rows.
     """
 
     name: str
@@ -70,6 +71,7 @@ class LoraModule:
     start: int
     stop: int
     num_experts: int = 0
+    is_whole: bool = False
 
     @property
     def projection(self) -> str:
@@ -87,7 +89,8 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """SGLang's linear `parent.source`, whose rows are those of `parts` (Hugging Face name, rows) in this order."""
+    """SGLang's linear `parent.source`, whose rows are those of `parts` (Hugging Face name, rows) in this order.
+    `is_whole`: ranks do not split it, every one has all rows."""
 
     parent: str
     source: str
@@ -95,6 +98,7 @@ class FusedLinear:
     parts: tuple[tuple[str, int], ...]
     group: str
     has_bias: bool = False
+    is_whole: bool = False
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         stops = [0]
@@ -142,6 +146,8 @@ class Family(ABC):
     and no host or disk tier."""
     chooses_keys: bool = False
     """Whether an indexer chooses the keys that a query sees; `index_size` is then above 0."""
+    splits_over_ranks: bool = False
+    """Whether ranks share its models: each layer is split, and has the bits of one process (docs/scale.md)."""
     unlisted_lora_targets: tuple[str, ...] = ()
     """Projections that SGLang's option `--lora-target-modules` does not know, though its LoRA layers do."""
 
@@ -275,6 +281,19 @@ class Family(ABC):
     def expert_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size")
 
+    def heads_to_split(self, config: Config) -> dict[str, int]:
+        """Heads that ranks share evenly: numbers by what they are, plurals."""
+        return {"attention heads": integer(config, "num_attention_heads")}
+
+    def numbers_to_split(self, config: Config) -> dict[str, int]:
+        """All that ranks share evenly: numbers by what they are, plurals."""
+        found = {**self.heads_to_split(config), "hidden units": integer(config, "hidden_size")}
+        if len(self.moe_layers(config)) < integer(config, "num_hidden_layers"):
+            found["units of dense layers"] = self.dense_intermediate(config)
+        if shared := self.shared_intermediate(config):
+            found["units of shared experts"] = shared
+        return {**found, "routed experts": self.num_experts(config)}
+
     def twin_sources(self, config: Config) -> list[TensorSource]:
         """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has."""
         self.check(config)
@@ -363,7 +382,10 @@ class Family(ABC):
         parent = f"{prefix}{linear.parent}."
         source = self.engine_name(f"{parent}{linear.source}.").removesuffix(".")
         for name, start, stop in linear.rows():
-            yield LoraModule(f"{parent}{name}", linear.in_features, stop - start, linear.group, source, start, stop)
+            size, whole = stop - start, linear.is_whole
+            yield LoraModule(
+                f"{parent}{name}", linear.in_features, size, linear.group, source, start, stop, is_whole=whole
+            )
 
     def _own(self, name: str, *shape: int, is_buffer: bool = False) -> TensorSource:
         return TensorSource(name, self.engine_name(name), 0, shape[0], shape, is_buffer)

@@ -138,7 +138,7 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.family = family_for(host.config)
-        serves_only = "" if host.exchange is None else why_not_trained(self.family, host.config)
+        serves_only = "" if host.exchange is None else why_not_trained(self.family)
         self.twin = None if serves_only else Twin(host)
         stated = Settings(
             tpot_target_ms=settings.tpot_target_ms,

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from kt_runtime.ops.norms import add_rms_norm, rms_norm
+from kt_runtime.ops.norms import add_rms_norm
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks.norms import heads_norm
 
 SYMBOLS = (
     "sglang.srt.layers.layernorm.RMSNorm.forward_native",
@@ -43,12 +44,12 @@ def _forward(
     if special or post_residual_addition is not None:
         return original(norm, x, residual, post_residual_addition, quant_linear)
     if residual is None:
-        return rms_norm(x, norm.weight, norm.variance_epsilon)
+        return heads_norm(x, norm.weight, norm.variance_epsilon)
     return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
 
 
 def _normalise_queries_and_keys(norms: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, N D] and [T, K D], parts of one tensor, each with its norm."""
     pairs = ((norms._q_norm, q), (norms._k_norm, k))
-    query, key = (rms_norm(x.contiguous(), norm.weight, norm.variance_epsilon) for norm, x in pairs)
+    query, key = (heads_norm(x.contiguous(), norm.weight, norm.variance_epsilon) for norm, x in pairs)
     return query, key

@@ -5,7 +5,9 @@ SGLang 0.5.23 symbols: `layers.linear.RowParallelLinear.__init__`, `.forward`, `
 by their inputs, and ranks add up partial sums: a sum over inputs then has another order than in one process. Here each
 rank gets the inputs of all, and has some rows of the weight. All other layers that SGLang splits, it splits by outputs.
 
-SGLang's layer boundaries add up the ranks' results; `Share.placed` makes that sum exact.
+SGLang's layer boundaries add up the ranks' results; `Share.placed` makes that sum exact. A layer that adds them up
+itself (OLMoE's) gives the whole result here. A layer's group is then None, by which SGLang means one rank: it adds the
+layer's bias, of which each rank has its rows, on every rank, and sums nothing up.
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ SYMBOLS = (
     f"{POOL}.get_lora_A_shape",
     f"{POOL}.get_lora_B_shape",
 )
-SPLIT_BY_OUTPUTS = ("o_proj",)
+SPLIT_BY_OUTPUTS = ("o_proj", "down_proj")
 """Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
+SIZED_BY_LAYER = ("down_proj",)
+"""Of these SGLang asks the layer for its inputs, where a layer of the model has one."""
+NOT_SPLIT = ("kv_a_proj_with_mqa",)
+"""Every rank has all outputs, which SGLang knows of the layer, but not of its LoRA (`lora/whole_queries.py`)."""
 
 
 def install(hooks: Hooks) -> None:
@@ -45,49 +51,57 @@ def install(hooks: Hooks) -> None:
 def split_by_outputs(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
     """The layer's parameter has as many elements as SGLang's: [outputs / N, inputs], not [outputs, inputs / N].
 
-    Raises InvalidValueError for a layer that Qwen3-MoE does not have: with a bias, or with a sum over ranks of its own.
+    Raises InvalidValueError for a layer that gets the inputs of all ranks, or is not split.
     """
     original(layer, *args, **kwargs)
     exchange = group.exchange()
     if exchange is None:
         return
-    if layer.bias is not None or not layer.input_is_parallel or layer.reduce_results:
+    if not layer.input_is_parallel or layer.tp_group is None:
         raise InvalidValueError(
-            f"a layer of {layer.output_size} outputs can't be split over ranks: bias {layer.bias is not None}, "
-            f"input_is_parallel {layer.input_is_parallel}, reduce_results {layer.reduce_results}"
+            f"a layer of {layer.output_size} outputs can't be split over ranks: input_is_parallel "
+            f"{layer.input_is_parallel}, tp_group {layer.tp_group}"
         )
     rows = exchange.share.of(layer.output_size, "outputs")
     weight = layer.weight
     weight.data = weight.data.view(len(rows), layer.input_size)
     weight.weight_loader = partial(_load_rows, rows)
+    if layer.bias is not None:
+        layer.bias.data = layer.bias.data[: len(rows)].clone()
+        layer.bias.weight_loader = weight.weight_loader
     layer.kt_outputs, layer.output_size = layer.output_size, len(rows)
     layer.output_partition_sizes, layer.input_size_per_partition = [len(rows)], layer.input_size
+    layer.tp_group = None
 
 
 def _load_rows(rows: range, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    """loaded [outputs, inputs]."""
+    """loaded [outputs, inputs], or a bias [outputs]."""
     parameter.data.copy_(loaded[rows.start : rows.stop])
 
 
 def forward_of_all_inputs(
     original: Callable[..., Any], layer: Any, input_: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang's forward, with and without LoRA: [T, inputs / N] -> [T, outputs], to be summed over ranks."""
+    """SGLang's forward, with and without LoRA: [T, inputs / N] -> [T, outputs], whole or to be summed over ranks."""
     exchange = group.exchange()
     if exchange is None:
         return original(layer, input_, *args, **kwargs)
     plain = getattr(layer, "base_layer", layer)
     columns, bias = original(layer, exchange.all_columns(input_), *args, **kwargs)
+    if plain.reduce_results:
+        return exchange.all_columns(columns), bias
     return exchange.share.placed(columns, plain.kt_outputs), bias
 
 
 def whole_a(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     """[slots, R, inputs] of SGLang's [slots, R, inputs / N]."""
-    ranks = group.num_ranks()
-    return (*shape[:-1], shape[-1] * ranks) if module_name in SPLIT_BY_OUTPUTS else shape
+    is_whole = module_name not in SPLIT_BY_OUTPUTS or module_name in SIZED_BY_LAYER
+    return shape if is_whole else (*shape[:-1], shape[-1] * group.num_ranks())
 
 
 def own_rows_of_b(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    """[slots, outputs / N, R] of SGLang's [slots, outputs, R]."""
+    """[slots, outputs / N, R] of SGLang's [slots, outputs, R]; of a layer that is not split the other way round."""
     ranks = group.num_ranks()
+    if module_name in NOT_SPLIT:
+        return shape[0], shape[1] * ranks, shape[2]
     return (shape[0], shape[1] // ranks, shape[2]) if module_name in SPLIT_BY_OUTPUTS else shape

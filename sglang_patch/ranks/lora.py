@@ -1,6 +1,6 @@
 """A rank's part of an adapter: B of a dense linear layer is split as its outputs are, LoRA of experts by expert.
 
-A of a dense layer is whole on every rank, since every rank has all inputs.
+A of a dense layer is whole on every rank, since every rank has all inputs; so is B of a layer that ranks do not split.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ def part_of(adapter: InstalledAdapter, modules: Iterable[LoraModule], share: Sha
     """Copies of the rank's part. `modules`: those of the model, which say where the parts of a fused layer begin."""
     parts: dict[PoolKey, list[range]] = {}
     for module in modules:
-        parts.setdefault(pool_key(module), []).append(range(module.start, module.stop))
+        if not module.is_whole:
+            parts.setdefault(pool_key(module), []).append(range(module.start, module.stop))
     with torch.inference_mode(False), torch.no_grad():
-        weights = {key: _part(weight, parts[key], share) for key, weight in adapter.weights.items()}
+        weights = {
+            key: _part(weight, parts[key], share) if key in parts else weight for key, weight in adapter.weights.items()
+        }
     return replace(adapter, weights=weights)
 
 

@@ -31,6 +31,7 @@ class DeepseekV2(DenseFirstFamily):
     architectures = ("DeepseekV2ForCausalLM",)
     traits = Traits(LATENT, SOFTMAX, shared_experts=True, dense_first_layers=True)
     gguf_architecture = "deepseek2"
+    splits_over_ranks = True
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
     """For a config without these keys, as in Hugging Face."""
     written_anyway: Mapping[str, Any] = {
@@ -75,12 +76,12 @@ class DeepseekV2(DenseFirstFamily):
         if config.get("q_lora_rank") is None:
             front = [
                 _attention("q_proj", hidden, ("q_proj", query)),
-                _attention("kv_a_proj_with_mqa", hidden, kv_a),
+                _attention("kv_a_proj_with_mqa", hidden, kv_a, is_whole=True),
             ]
         else:
             rank = integer(config, "q_lora_rank")
             front = [
-                _attention("fused_qkv_a_proj_with_mqa", hidden, ("q_a_proj", rank), kv_a),
+                _attention("fused_qkv_a_proj_with_mqa", hidden, ("q_a_proj", rank), kv_a, is_whole=True),
                 _attention("q_b_proj", rank, ("q_b_proj", query)),
             ]
         return [
@@ -151,8 +152,8 @@ class DeepseekV3(DeepseekV2):
         return True
 
 
-def _attention(source: str, in_features: int, *parts: tuple[str, int]) -> FusedLinear:
-    return FusedLinear("self_attn", source, in_features, parts, ATTENTION)
+def _attention(source: str, in_features: int, *parts: tuple[str, int], is_whole: bool = False) -> FusedLinear:
+    return FusedLinear("self_attn", source, in_features, parts, ATTENTION, is_whole=is_whole)
 
 
 def _latent(prefix: str, compresses_queries: bool) -> Latent:

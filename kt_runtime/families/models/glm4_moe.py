@@ -30,6 +30,7 @@ class Glm4Moe(DenseFirstFamily, GroupedQueryFamily):
     architectures = ("Glm4MoeForCausalLM",)
     traits = Traits(GROUPED_QUERY, SIGMOID, shared_experts=True, dense_first_layers=True)
     gguf_architecture = "glm4moe"
+    splits_over_ranks = True
     default_epsilon = 1e-5
 
     def check(self, config: Config) -> None:

@@ -35,6 +35,7 @@ class GptOss(GroupedQueryFamily):
         GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False, parts=frozenset({WINDOWS, CLAMP})
     )
     gguf_architecture = "gpt-oss"
+    splits_over_ranks = True
     default_epsilon = 1e-5
     fuses_experts = True
     peft_experts = "fused"

@@ -57,6 +57,10 @@ class GroupedQueryFamily(Family):
         key_heads = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
         return heads * head, key_heads * head
 
+    def heads_to_split(self, config: Config) -> dict[str, int]:
+        _, keys = self.widths(config)
+        return {**super().heads_to_split(config), "key-value heads": keys // self.head_dim(config)}
+
     def attention(self, config: Config) -> list[FusedLinear]:
         hidden, (query, key) = integer(config, "hidden_size"), self.widths(config)
         parts = (("q_proj", query), ("k_proj", key), ("v_proj", key))

@@ -36,6 +36,7 @@ class Llama4(GroupedQueryFamily):
     architectures = ("Llama4ForCausalLM",)
     traits = Traits(GROUPED_QUERY, SIGMOID, shared_experts=True, dense_first_layers=False)
     gguf_architecture = "llama4"
+    splits_over_ranks = True
     default_epsilon = 1e-5
     mlp_name = "feed_forward"
     shared_name = "shared_expert"

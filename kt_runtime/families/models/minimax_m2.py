@@ -32,6 +32,7 @@ class MinimaxM2(GroupedQueryFamily):
     architectures = ("MiniMaxM2ForCausalLM",)
     traits = Traits(GROUPED_QUERY, SIGMOID, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "minimax-m2"
+    splits_over_ranks = True
     renamings = SHORT_NAMES
     written_anyway: Mapping[str, Any] = {
         "scoring_func": "sigmoid",

@@ -28,6 +28,7 @@ class Mixtral(GroupedQueryFamily):
     architectures = ("MixtralForCausalLM",)
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "llama"  # llama.cpp has Mixtral as a Llama with experts
+    splits_over_ranks = True
     renamings = SHORT_NAMES
     default_epsilon = 1e-5
 

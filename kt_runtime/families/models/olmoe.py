@@ -20,6 +20,7 @@ class Olmoe(GroupedQueryFamily):
     architectures = ("OlmoeForCausalLM",)
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "olmoe"
+    splits_over_ranks = True
     default_epsilon = EPSILON
 
     def check(self, config: Config) -> None:

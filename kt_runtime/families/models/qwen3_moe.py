@@ -17,6 +17,7 @@ class Qwen3Moe(GroupedQueryFamily):
     architectures = ("Qwen3MoeForCausalLM",)
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "qwen3moe"
+    splits_over_ranks = True
 
     def check(self, config: Config) -> None:
         if config.get("mlp_only_layers"):

@@ -24,15 +24,17 @@ class AdapterParts:
 
     def __init__(self, modules: Iterable[LoraModule], exchange: Exchange | None) -> None:
         self._exchange = exchange
-        self._has_experts = {module.name: module.num_experts > 0 for module in modules}
+        self._modules = {module.name: module for module in modules}
 
     @property
     def num_ranks(self) -> int:
         return 1 if self._exchange is None else self._exchange.share.num_ranks
 
     def is_split(self, name: str) -> bool:
-        module, _, kind = name.rpartition(".")
-        return self._exchange is not None and (self._has_experts[module] or kind == "lora_B")
+        parent, _, kind = name.rpartition(".")
+        module = self._modules[parent]
+        is_split = module.num_experts > 0 or (kind == "lora_B" and not module.is_whole)
+        return self._exchange is not None and is_split
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter: a view, or `whole` itself."""

@@ -46,7 +46,7 @@ from kt_runtime.resident.twin.frozen import (
 )
 from kt_runtime.resident.twin.replay import LayerRoutes
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, grouped_router
-from kt_runtime.resident.twin.split import SplitParts, SplitVocabulary, own_source, split_attention
+from kt_runtime.resident.twin.split import SplitParts, SplitVocabulary, own_source, split_attention, split_mlps
 
 
 class Twin:
@@ -296,8 +296,6 @@ def _on_meta(family: Family, host: Host) -> Any:
             attention.absorb(layer.self_attn, _indexing(stack, index), host.exchange)
         else:
             attention.rotate_natively(layer.self_attn, family.window(host.config, index))
-            if host.exchange is not None:
-                split_attention(layer.self_attn, host.exchange)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear
@@ -313,6 +311,10 @@ def _on_meta(family: Family, host: Host) -> Any:
             module.__class__ = llama4.WeighedInputMoe
         elif host.attends_in_float32 and (router := grouped_router(module)) is not None:
             module.__class__ = router
+    if host.exchange is not None:
+        for layer in model.model.layers:
+            split_attention(layer.self_attn, host.exchange)
+            split_mlps(getattr(layer, family.mlp_name), host.exchange)
     return model
 
 

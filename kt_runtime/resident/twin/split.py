@@ -5,10 +5,11 @@ columns: q, k and v those of some heads, the output projection some of its outpu
 
 | | forward | backward |
 |---|---|---|
-| q, k, v | whole x -> own heads | own heads' gradients, exchanged -> own columns of x's |
-| attention | own heads | own heads |
-| output projection | heads, exchanged -> own outputs, exchanged | whole gradient -> own heads' gradients |
-| into attention (`entered`) | – | own columns of x's gradient, exchanged |
+| q, k, v; gate, up of an MLP | whole x -> own outputs | own outputs' gradients, exchanged -> own columns of x's |
+| norm of all heads at once | own heads, exchanged -> all heads -> own | own gradients, exchanged -> all -> own |
+| attention, SwiGLU | own heads, own columns | own heads, own columns |
+| output projection, down | own, exchanged -> own outputs, exchanged | whole gradient -> own inputs' gradients |
+| into attention, into an MLP (`entered`) | – | own columns of x's gradient, exchanged |
 
 A column of a product depends on its own row of the weight alone, so columns can be computed anywhere. The gradient of a
 layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. A rank therefore
@@ -36,24 +37,25 @@ from torch import Tensor, nn
 from kt_runtime.experts import dense
 from kt_runtime.experts.collected import Place, place_of
 from kt_runtime.families import Family, TensorSource
-from kt_runtime.families.base import Config
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
 from kt_runtime.ranks import Exchange, Share
 from kt_runtime.resident.scheduler import Slice
-from kt_runtime.resident.twin.frozen import FrozenLinear
+from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 
-FAMILIES = ("qwen3_moe",)
-"""Families that were compared with one rank."""
 VOCABULARIES = ("model.embed_tokens.weight", "lm_head.weight")
+BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+"""Linear layers of attention whose outputs are heads."""
+OF_HEADS = ("sinks",)
+"""Parameters of attention that have a number for each head."""
 
 
 class SplitWeight:
-    """A frozen weight [O, I]. `rows`: this rank's, [O / N, I]. `columns`: all rows of its columns, [O, I / N]; None
-    until `fetch`."""
+    """A frozen weight [O, I]. `rows`: this rank's, [O / N, I], and `bias` [O / N]. `columns`: all rows of its columns,
+    [O, I / N]; None until `fetch`."""
 
-    def __init__(self, rows: Tensor, exchange: Exchange) -> None:
-        self.rows, self.exchange = rows, exchange
+    def __init__(self, rows: Tensor, exchange: Exchange, bias: Tensor | None = None) -> None:
+        self.rows, self.exchange, self.bias = rows, exchange, bias
         self.columns: Tensor | None = None
 
     @property
@@ -78,7 +80,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: SplitWeight) -> Tensor:
         ctx.weight, ctx.num_inputs = weight, x.shape[-1]
-        return weight.exchange.share.placed(dense.linear(x, weight.rows), weight.num_outputs)
+        return weight.exchange.share.placed(dense.linear(x, weight.rows, weight.bias), weight.num_outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -219,7 +221,7 @@ class Heads:
 
 
 class SplitLinear(FrozenLinear):
-    """q, k or v: takes the whole input, gives this rank's outputs. `weight`: its rows [O / N, I]."""
+    """q, k, v, gate or up: takes the whole input, gives this rank's outputs. `weight`: its rows [O / N, I]."""
 
     split: SplitWeight
 
@@ -245,7 +247,7 @@ class SplitLinear(FrozenLinear):
 
 
 class SplitOutput(SplitLinear):
-    """The output projection: takes this rank's heads, gives the whole output."""
+    """The output projection, or down: takes this rank's heads, or columns, gives the whole output."""
 
     def taken(self, x: Tensor) -> Tensor:
         found: Tensor = _Gathered.apply(x, self.split.exchange)
@@ -268,6 +270,16 @@ class SplitLoraLinear(LoraLinear):
             low = served_product(self.lora_dropout[key](x).flatten(0, -2), a.T, alpha=scaling)
             result = base.added(low, b, result.flatten(0, -2)).view(result.shape)
         return base.given(result)
+
+
+class SplitNorm(FrozenRmsNorm):
+    """A norm over all heads at once: takes and gives this rank's heads [..., O / N]. `weight`: whole, [O]."""
+
+    exchange: Exchange
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        found: Tensor = _Own.apply(super().forward(_Gathered.apply(hidden_states, self.exchange)), self.exchange)
+        return found
 
 
 class SplitVocabulary:
@@ -305,16 +317,38 @@ class SplitVocabulary:
 
 def split_attention(attention: Any, exchange: Exchange) -> None:
     """Patches an attention module of Hugging Face with q, k, v and output projection over ranks. The rows of their
-    weights are placed later."""
-    for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(attention, name).__class__ = SplitLinear
+    weights are placed later. Of latent attention the queries and `kv_b_proj` are split, the rest is whole."""
+    for name in BY_HEADS:
+        if (linear := getattr(attention, name, None)) is not None:
+            linear.__class__ = SplitLinear
     attention.o_proj.__class__ = SplitOutput
-    forward = attention.forward
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        if norm is not None and norm.weight.shape[0] != attention.head_dim:
+            norm.__class__, norm.exchange = SplitNorm, exchange
+    if hasattr(attention, "q_proj"):  # else what is split has an input of its own (`Heads.entered`)
+        _enter(attention, exchange)
+
+
+def split_mlps(block: Any, exchange: Exchange) -> None:
+    """The same for the MLPs in a layer's `block`: a dense one, or shared experts. Routed experts are split elsewhere
+    (`kt_runtime.ranks`): their gradients are whole."""
+    mlps = [module for module in block.modules() if isinstance(module, GatedMlp)]
+    for mlp in mlps:
+        mlp.gate_proj.__class__ = mlp.up_proj.__class__ = SplitLinear
+        mlp.down_proj.__class__ = SplitOutput
+    if mlps:
+        _enter(block, exchange)
+
+
+def _enter(module: Any, exchange: Exchange) -> None:
+    """The gradient of the module's input is completed over ranks, once it is summed up."""
+    forward = module.forward
 
     def entering(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-        return forward(hidden_states=_Entered.apply(hidden_states, exchange), **kwargs)
+        return forward(_Entered.apply(hidden_states, exchange), **kwargs)
 
-    attention.forward = types.MethodType(entering, attention)
+    module.forward = types.MethodType(entering, module)
 
 
 def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tensor], share: Share) -> TensorSource:
@@ -322,8 +356,8 @@ def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tens
 
     A fused layer's rows are split part by part. Each rank has as many rows of the vocabulary, padding included.
     """
-    module = model.get_submodule(source.name.rpartition(".")[0])
-    if isinstance(module, SplitLinear):
+    parent, _, leaf = source.name.rpartition(".")
+    if isinstance(model.get_submodule(parent), SplitLinear) or leaf in OF_HEADS:
         count = len(share.of(source.stop - source.start, "outputs"))
         start = source.start // share.num_ranks
         return replace(source, start=start, stop=start + count, shape=(count, *source.shape[1:]))
@@ -343,7 +377,7 @@ class SplitParts:
         self._weights = []
         for module in model.modules():
             if isinstance(module, SplitLinear):
-                module.split = SplitWeight(module.weight.detach(), exchange)
+                module.split = SplitWeight(module.weight.detach(), exchange, module.bias)
                 self._weights.append(module.split)
         self.embedding = SplitVocabulary(model.model.embed_tokens.weight, vocabulary, exchange)
         self.head = SplitVocabulary(model.lm_head.weight, vocabulary, exchange)
@@ -366,11 +400,6 @@ class SplitParts:
             weight.columns = None
 
 
-def why_not_trained(family: Family, config: Config) -> str:
+def why_not_trained(family: Family) -> str:
     """Why several ranks do not train such a model; empty if they do."""
-    if family.name not in FAMILIES:
-        return f"the family {family.name} is not trained over ranks; {', '.join(FAMILIES)} is"
-    dense_layers = set(range(int(config["num_hidden_layers"]))) - set(family.moe_layers(config))
-    if dense_layers:
-        return f"layer {min(dense_layers)} has no routed experts, and dense MLPs are not trained over ranks"
-    return ""
+    return "" if family.splits_over_ranks else f"the family {family.name} is not split over ranks"
