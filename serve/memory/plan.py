@@ -67,7 +67,7 @@ class ServingShape:
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
     model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
-    KV cache are split evenly.
+    KV cache are split evenly, but for the latents and their projections, which each rank has whole.
     """
 
     device: Device = "cpu"
@@ -137,15 +137,28 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     num_moe_layers = len(family_for(config).moe_layers(config))
     # SGLang's pools allocate one page more than their capacity.
     tokens = shape.max_total_tokens + (shape.cache.page_tokens if shape.cache else 0)
-    sequence = tokens * cached_numbers_per_token(config)
+    cached_bytes = tokens * cached_numbers_per_token(config) * shape.activation_bytes
+    if not config.get("kv_lora_rank"):
+        cached_bytes = cached_bytes // shape.hosts
+    else:  # every rank has the latents
+        cached_bytes *= shape.ranks
+    whole_bytes = _linear_parameters(config, is_whole=True) * shape.activation_bytes
     slots, masters = lora_parameters(config, shape)
     needs = [
-        MemoryNeed("attention and dense weights", device, dense_bytes // shape.hosts),
-        MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
+        MemoryNeed(
+            "attention and dense weights",
+            device,
+            (dense_bytes - whole_bytes) // shape.hosts + shape.ranks * whole_bytes,
+        ),
+        MemoryNeed(
+            "absorbed copies of kv_b_proj",
+            device,
+            _absorbed_parameters(config) * shape.activation_bytes // shape.hosts,
+        ),
         MemoryNeed("rotary tables", device, _rotary_bytes(config, shape), (CONTEXT_TOKENS,)),
         MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held) // shape.hosts),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
-        MemoryNeed("KV cache", device, sequence * shape.activation_bytes // shape.hosts, (shape.tokens_option,)),
+        MemoryNeed("KV cache", device, cached_bytes, (shape.tokens_option,)),
         MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
         *_cache_needs(config, shape),
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
@@ -163,12 +176,22 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 
 
 def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of the ranks of all hosts: what they hold of attention and the head for backward, beside their rows of them."""
+    """Of the ranks of all hosts: what they hold of split layers and the head for backward, beside their rows of them."""
     if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
         return 0
-    linear = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name.endswith("_proj.weight"))
+    linear = _linear_parameters(config, is_whole=False)
     head = integer(config, "vocab_size") * integer(config, "hidden_size")
     return (linear + head) * shape.activation_bytes
+
+
+def _linear_parameters(config: Mapping[str, Any], *, is_whole: bool) -> int:
+    """Of linear layers beside routed experts that every rank has whole, or that ranks split."""
+    modules = family_for(config).lora_modules(config)
+    return sum(
+        module.in_features * module.out_features
+        for module in modules
+        if module.group != EXPERTS and module.is_whole == is_whole
+    )
 
 
 def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:

@@ -15,6 +15,8 @@ import torch
 from kt_runtime.families import LoraModule
 from kt_runtime.ranks import Exchange
 
+OF_HEADS = "kv_b_proj.lora_B"
+
 
 class AdapterParts:
     """Names are those of parameters (`twin.lora`); `modules`: those of which there may be some.
@@ -57,11 +59,13 @@ class AdapterParts:
         """The L2 norm of the whole gradient whose part this rank has, with the bits of one process.
 
         PyTorch adds up squares in the order of memory. That of B's gradient of a dense module is [R, O], B^T, where
-        the rank R is not above the number of outputs O (`ops.matmul.served_product`), else [O, R].
+        the rank R is not above the number of outputs O (`ops.matmul.served_product`), else [O, R]. It is [O, R] too
+        where the outputs are multiplied head by head (`twin.attention.KvWeight`).
         """
         if self._exchange is None or not self.is_split(name):
             return torch.linalg.vector_norm(gradient)
-        if gradient.dim() == 2 and gradient.shape[1] <= self.num_ranks * gradient.shape[0]:
+        is_by_heads = name.endswith(OF_HEADS) and gradient.is_contiguous()
+        if gradient.dim() == 2 and gradient.shape[1] <= self.num_ranks * gradient.shape[0] and not is_by_heads:
             return torch.linalg.vector_norm(self._exchange.all_columns(gradient.T.contiguous()))
         return torch.linalg.vector_norm(self.whole(name, gradient))
 
