@@ -14,7 +14,7 @@ from kt_runtime.ranks import Exchange, Share
 
 
 def split_host(host: Any, exchange: Exchange, expert_format: str | None = None) -> Any:
-    """`host`: a `FakeHost` of Qwen3-MoE, which becomes that of `exchange`'s rank. Returns it."""
+    """`host`: a `FakeHost`, which becomes that of `exchange`'s rank. Returns it."""
     host.exchange, host.num_ranks = exchange, exchange.share.num_ranks
     host._tensors = own_tensors(host.config, host.tensors(), exchange.share)
     host.experts = store_of(host, exchange.share, expert_format)
@@ -30,18 +30,19 @@ def store_of(host: Any, share: Share | None, expert_format: str | None) -> Exper
         shape,
         num_threads=1,
         expert_format=expert_format,
+        rename=family.our_name,
         mlp=family.expert_mlp(host.config),
         share=None if share is None else share.of(shape.num_experts, "experts"),
     )
 
 
 def own_tensors(config: Mapping[str, Any], whole: Mapping[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
-    """As SGLang and `sglang_patch.ranks` split them: each part of a fused layer by rows, the padded vocabulary by rows;
-    norms, router and rotary table are whole on every rank."""
+    """As SGLang and `sglang_patch.ranks` split them: each part of a fused layer by rows, its bias and sinks too, the
+    padded vocabulary by rows; norms, router and rotary table are whole on every rank."""
     family = family_for(config)
     parts: dict[str, list[range]] = {}
     for source in family.twin_sources(config):
-        if source.name.endswith("_proj.weight"):
+        if source.name.endswith(("_proj.weight", "_proj.bias", ".sinks")):
             parts.setdefault(source.source, []).append(range(source.start, source.stop))
     own = dict(whole)
     for name, ranges in parts.items():

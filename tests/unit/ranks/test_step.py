@@ -42,14 +42,16 @@ ONE = Share(0, 1)
 
 @dataclass
 class Model:
-    """All tensors of one process, by name; `experts` of the second layer."""
+    """All tensors of one process, by name; `experts` of the second layer. `is_rich`: norms of all heads at once,
+    biases, sinks, a window, and shared experts beside the routed ones."""
 
     tensors: dict[str, Tensor]
     experts: moe.ReferenceExperts
     dtype: torch.dtype
+    is_rich: bool = False
 
     @classmethod
-    def drawn(cls, dtype: torch.dtype) -> Model:
+    def drawn(cls, dtype: torch.dtype, is_rich: bool = False) -> Model:
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape: int, scale: float = 0.2) -> Tensor:
@@ -78,8 +80,13 @@ class Model:
                 f"{layer}.qkv_b": draw(SLOTS, qkv, RANK),
                 f"{layer}.out_a": draw(SLOTS, RANK, HEADS * SIZE),
                 f"{layer}.out_b": draw(SLOTS, HIDDEN, RANK),
+                f"{layer}.qkv_bias": draw(qkv),
+                f"{layer}.out_bias": draw(HIDDEN),
+                f"{layer}.sinks": draw(HEADS, scale=1).float(),
+                f"{layer}.query_norm": 1 + draw(HEADS * SIZE),
+                f"{layer}.key_norm": 1 + draw(HEADS * SIZE),
             }
-        return cls(tensors, moe.random_experts(EXPERTS, HIDDEN, INNER, 5), dtype)
+        return cls(tensors, moe.random_experts(EXPERTS, HIDDEN, INNER, 5), dtype, is_rich)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -129,21 +136,24 @@ class Part:
         model, ones = self._model, torch.ones(HIDDEN, dtype=self._model.dtype)
         head_ones = torch.ones(SIZE, dtype=model.dtype)
         keys, values = self.kv[layer]
+        rich = model.is_rich
         return StepLayer(
             input_norm=ones,
             attention=GroupedQuery(
                 qkv=self.rows(model[f"{layer}.qkv"], 3),
-                qkv_bias=None,
-                query_norm=head_ones,
-                key_norm=head_ones,
+                qkv_bias=self.rows(model[f"{layer}.qkv_bias"], 3) if rich else None,
+                query_norm=model[f"{layer}.query_norm"] if rich else head_ones,
+                key_norm=model[f"{layer}.key_norm"] if rich else head_ones,
                 keys=keys,
                 values=values,
                 out=self.rows(model[f"{layer}.out"]),
-                out_bias=None,
+                out_bias=self.rows(model[f"{layer}.out_bias"]) if rich else None,
+                sinks=self.rows(model[f"{layer}.sinks"]) if rich else None,
+                window=7 if rich and layer else 0,
             ),
             post_norm=ones,
             mlp=None
-            if experts is not None
+            if experts is not None and not rich
             else GatedMlp(gate_up=self.rows(model["mlp.gate_up"], 2), down=self.rows(model["mlp.down"])),
             routed=None if experts is None else RoutedExperts(gate=model["gate"], bias=None, experts=experts),
         )
@@ -156,14 +166,14 @@ class Part:
             "out_a": model[f"{layer}.out_a"],
             "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
         }
-        if layer == 0:
+        if layer == 0 or model.is_rich:
             own |= {
                 "mlp_gate_up_a": model["mlp.gate_up_a"],
                 "mlp_gate_up_b": self.rows(model["mlp.gate_up_b"], 2, 1),
                 "mlp_down_a": model["mlp.down_a"],
                 "mlp_down_b": self.rows(model["mlp.down_b"], 1, 1),
             }
-        else:
+        if layer:
             names = ("gate_up_a", "gate_up_b", "down_a", "down_b")
             own |= {name: self.rows(model[f"experts.{name}"], 1, 1) for name in names}
         return LayerLora(**own)
@@ -209,8 +219,11 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_step_over_ranks_has_the_bits_of_one_process(num_ranks: int, dtype: torch.dtype, kind: str) -> None:
-    model = Model.drawn(dtype)
+@pytest.mark.parametrize("is_rich", [False, True])
+def test_the_step_over_ranks_has_the_bits_of_one_process(
+    num_ranks: int, dtype: torch.dtype, kind: str, is_rich: bool
+) -> None:
+    model = Model.drawn(dtype, is_rich)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint_of(model, directory)
         expected = Part(model, ONE, directory).run()

@@ -267,10 +267,15 @@ def further_lab(further_checkpoint: Path, attends_in_float32: bool) -> Lab:
     return Lab(FakeHost(further_checkpoint, attends_in_float32=attends_in_float32))
 
 
-@pytest.fixture
-def make_further_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FakeHost]:
+@pytest.fixture(scope="session")
+def further_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Of a family of `FURTHER`."""
-    return lambda family: FakeHost(save_checkpoint(tmp_path_factory.mktemp("model"), FURTHER[family]))
+    return cache(lambda family: save_checkpoint(tmp_path_factory.mktemp("model"), FURTHER[family]))
+
+
+@pytest.fixture
+def make_further_host(further_directory: Callable[[str], Path]) -> Callable[..., FakeHost]:
+    return lambda family, **settings: FakeHost(further_directory(family), **settings)
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.families import PRESETS
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import FAMILIES
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.serve.ranks import with_ranks
@@ -63,6 +65,25 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
 def test_options_for_one_rank_are_refused(given: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidValueError, match=f"--tp-size 2: {option} is for one rank: "):
         with_ranks(replace(TWO, **given), QWEN)
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES if family.splits_over_ranks])
+def test_two_ranks_can_share_the_tiny_model_of_each_family_that_is_split(family: str) -> None:
+    assert with_ranks(TWO, PRESETS[family].config) == replace(TWO, finetuning_dir="off")
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "problem"),
+    [
+        ("glm4_moe", {"intermediate_size": 255}, "255 units of dense layers can't be split evenly over 2 ranks"),
+        ("glm4_moe", {"moe_intermediate_size": 63}, "63 units of shared experts can't be split evenly over 2 ranks"),
+        ("llama4_text", {"intermediate_size_mlp": 255}, "255 units of dense layers can't be split evenly over 2 ranks"),
+        ("gpt_oss", {"num_key_value_heads": 3}, "3 key-value heads can't be split evenly over 2 ranks"),
+    ],
+)
+def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"--tp-size 2: {problem}"):
+        with_ranks(TWO, {**PRESETS[family].config, **changed})
 
 
 def test_other_families_are_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.cases import choose
 from reference.resident.split_host import split_host, store_of
 from reference.server.real_ranks import run_ranks
 
@@ -26,11 +27,15 @@ Work = Callable[[Any], Results]
 
 
 @pytest.fixture
-def make_session_lab(make_host: Callable[..., Any], lab_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`make(exchange, dtype, expert_format)`: a twin of one process (None), or of a rank."""
+def make_session_lab(
+    make_host: Callable[..., Any], make_further_host: Callable[..., Any], lab_of: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """`make(exchange, dtype, expert_format, family)`: a twin of one process (None), or of a rank."""
 
-    def make(exchange: Exchange | None, dtype: torch.dtype, expert_format: str | None) -> Any:
-        host = make_host("qwen3_moe", dtype=dtype)
+    def make(
+        exchange: Exchange | None, dtype: torch.dtype, expert_format: str | None, family: str = "qwen3_moe"
+    ) -> Any:
+        host = (make_host if family == "qwen3_moe" else make_further_host)(family, dtype=dtype)
         if exchange is not None:
             split_host(host, exchange, expert_format)
         elif expert_format is not None:
@@ -49,10 +54,11 @@ def on_one_and_on(
     work: Work,
     dtype: torch.dtype = torch.float32,
     expert_format: str | None = None,
+    family: str = "qwen3_moe",
 ) -> tuple[Results, list[Results]]:
     """The results of one process, and of each of the ranks."""
-    ranks = run_ranks(num_ranks, lambda exchange: work(make(exchange, dtype, expert_format)))
-    return work(make(None, dtype, expert_format)), ranks
+    expected = work(make(None, dtype, expert_format, family))  # first: it makes the checkpoint
+    return expected, run_ranks(num_ranks, lambda exchange: work(make(exchange, dtype, expert_format, family)))
 
 
 def whole_gradients(session: Any) -> Results:
@@ -104,6 +110,27 @@ WAYS: dict[str, tuple[torch.dtype, str | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", list(WAYS))
 def test_ten_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batch: Any, way: str) -> None:
     dtype, expert_format, settings = WAYS[way]
+    expected, ranks = on_one_and_on(2, make_session_lab, ten_steps(make_batch, settings), dtype, expert_format)
+    assert_trained(expected, ranks)
+
+
+FAMILIES = (
+    *("mixtral", "olmoe", "minimax_m2", "gpt_oss", "llama4", "llama4 without norms"),
+    *("glm4_moe", "glm4_moe without norms"),
+)
+FEW_FAMILIES = ["glm4_moe", "gpt_oss", "minimax_m2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", choose(few=FEW_FAMILIES, usual=list(FAMILIES), every=list(FAMILIES)))
+def test_ten_steps_of_other_families(make_session_lab: Any, make_batch: Any, family: str, dtype: torch.dtype) -> None:
+    """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once."""
+    work = ten_steps(make_batch, {"dropout": 0.1 * (dtype == torch.bfloat16)})
+    assert_trained(*on_one_and_on(2, make_session_lab, work, dtype, family=family))
+
+
+def ten_steps(make_batch: Any, settings: Results) -> Work:
+    """What a session computes in ten steps."""
     batches = [make_batch(20, 11, 25, 1, seed=step % 3) for step in range(STEPS)]
 
     def work(lab: Any) -> Results:
@@ -120,7 +147,10 @@ def test_ten_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batc
             found[f"norm {step}"] = lab.step(session, 1e-2, weight_decay=0.01, **clips)
         return found | state_of(session) | {"forward": lab.forward(session, batches[0]).loss}
 
-    expected, ranks = on_one_and_on(2, make_session_lab, work, dtype, expert_format)
+    return work
+
+
+def assert_trained(expected: Results, ranks: list[Results]) -> None:
     assert any(expected[f"losses {step}"] != expected["losses 0"] for step in range(3, STEPS, 3))
     for found in ranks:
         assert_same(expected, found)
