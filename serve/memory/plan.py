@@ -176,7 +176,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 
 
 def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of the ranks of all hosts: what they hold of split layers and the head for backward, beside their rows of them."""
+    """Of the ranks of all hosts: what they hold of split layers and of the head for backward, beside their rows."""
     if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
         return 0
     linear = _linear_parameters(config, is_whole=False)

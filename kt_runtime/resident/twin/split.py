@@ -201,7 +201,7 @@ class Heads:
         return whole.unflatten(-1, (-1, x.shape[-1]))
 
     def all(self, x: Tensor) -> Tensor:
-        """[..., n, D] -> [..., N, D]; its gradient is whole. While autograd is off, nobody reads the heads of others."""
+        """[..., n, D] -> [..., N, D]; its gradient is whole. Without autograd nobody reads the heads of others."""
         if self.exchange is None or not torch.is_grad_enabled():
             return self.joined(x, wanted=False)
         found: Tensor = _Gathered.apply(x.flatten(-2), self.exchange)

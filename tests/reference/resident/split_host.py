@@ -38,11 +38,12 @@ def store_of(host: Any, share: Share | None, expert_format: str | None) -> Exper
 
 def own_tensors(config: Mapping[str, Any], whole: Mapping[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
     """As SGLang and `sglang_patch.ranks` split them: each part of a fused layer by rows, its bias and sinks too, the
-    padded vocabulary by rows; norms, router and rotary table are whole on every rank."""
+    padded vocabulary by rows; norms, router, indexer and rotary table are whole on every rank."""
     family = family_for(config)
+    split = {module.name for module in family.lora_modules(config) if not module.is_whole}
     parts: dict[str, list[range]] = {}
     for source in family.twin_sources(config):
-        if source.name.endswith(("_proj.weight", "_proj.bias", ".sinks")):
+        if source.name.rpartition(".")[0] in split or source.name.endswith(".sinks"):
             parts.setdefault(source.source, []).append(range(source.start, source.stop))
     own = dict(whole)
     for name, ranges in parts.items():

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from kt_runtime.experts.step import (
     ExpertAdapter,
     GatedMlp,
     GroupedQuery,
+    Latent,
     LayerLora,
     LoraPool,
     RoutedExperts,
@@ -33,6 +35,7 @@ from kt_runtime.experts.step import (
 from kt_runtime.ranks import Exchange, Share
 
 HIDDEN, HEADS, SIZE, EXPERTS, INNER, TOP_K = 48, 6, 8, 6, 36, 3
+QUERY_RANK, LATENT, NOPE, VALUE = 12, 16, 6, 4  # the rotary part of a head has SIZE elements
 VOCABULARY, IDS_PER_RANK = 50, {1: 50, 2: 32, 3: 20}
 KV_SLOTS, POSITIONS, SLOTS, RANK = 96, 64, 2, 4
 MANY, FEW = 40, 5  # tokens of a prompt; a rank sums all columns of up to 32 tokens
@@ -40,18 +43,25 @@ KEY = "experts"
 ONE = Share(0, 1)
 
 
+Kind = Literal["plain", "rich", "latent"]
+
+
 @dataclass
 class Model:
-    """All tensors of one process, by name; `experts` of the second layer. `is_rich`: norms of all heads at once,
-    biases, sinks, a window, and shared experts beside the routed ones."""
+    """All tensors of one process, by name; `experts` of the second layer. "rich": norms of all heads at once, biases,
+    sinks, a window, and shared experts beside the routed ones. "latent": latent attention, and shared experts."""
 
     tensors: dict[str, Tensor]
     experts: moe.ReferenceExperts
     dtype: torch.dtype
-    is_rich: bool = False
+    kind: Kind = "plain"
+
+    @property
+    def is_rich(self) -> bool:
+        return self.kind == "rich"
 
     @classmethod
-    def drawn(cls, dtype: torch.dtype, is_rich: bool = False) -> Model:
+    def drawn(cls, dtype: torch.dtype, kind: Kind = "plain") -> Model:
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape: int, scale: float = 0.2) -> Tensor:
@@ -85,8 +95,20 @@ class Model:
                 f"{layer}.sinks": draw(HEADS, scale=1).float(),
                 f"{layer}.query_norm": 1 + draw(HEADS * SIZE),
                 f"{layer}.key_norm": 1 + draw(HEADS * SIZE),
+                f"{layer}.compress": draw(QUERY_RANK + LATENT + SIZE, HIDDEN),
+                f"{layer}.query": draw(HEADS * (NOPE + SIZE), QUERY_RANK),
+                f"{layer}.key_heads": draw(HEADS, LATENT, NOPE),
+                f"{layer}.value_heads": draw(HEADS, VALUE, LATENT),
+                f"{layer}.values_out": draw(HIDDEN, HEADS * VALUE),
+                f"{layer}.compress_a": draw(SLOTS, 2 * RANK, HIDDEN),
+                f"{layer}.compress_b": draw(SLOTS, QUERY_RANK + LATENT + SIZE, RANK),
+                f"{layer}.query_a": draw(SLOTS, RANK, QUERY_RANK),
+                f"{layer}.query_b": draw(SLOTS, HEADS * (NOPE + SIZE), RANK),
+                f"{layer}.kv_b_a": draw(SLOTS, RANK, LATENT),
+                f"{layer}.kv_b_b": draw(SLOTS, HEADS * (NOPE + VALUE), RANK),
+                f"{layer}.values_out_a": draw(SLOTS, RANK, HEADS * VALUE),
             }
-        return cls(tensors, moe.random_experts(EXPERTS, HIDDEN, INNER, 5), dtype, is_rich)
+        return cls(tensors, moe.random_experts(EXPERTS, HIDDEN, INNER, 5), dtype, kind)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -98,7 +120,8 @@ class Part:
     def __init__(self, model: Model, share: Share, directory: str, exchange: Exchange | None = None) -> None:
         self._model, self._share = model, share
         heads = share.of(HEADS, "heads")
-        self.kv = [torch.zeros(2, KV_SLOTS, len(heads), SIZE, dtype=model.dtype) for _ in range(2)]
+        kept = (1, KV_SLOTS, 1, LATENT + SIZE) if model.kind == "latent" else (2, KV_SLOTS, len(heads), SIZE)
+        self.kv = [torch.zeros(kept, dtype=model.dtype) for _ in range(2)]
         layers = [self._layer(layer, None) for layer in range(1)] + [self._layer(1, self._experts(directory))]
         lora = LoraPool(slots=SLOTS, rank=RANK, layers=[self._lora(0), self._lora(1)])
         ids = IDS_PER_RANK[share.num_ranks]
@@ -134,39 +157,59 @@ class Part:
 
     def _layer(self, layer: int, experts: ExpertLayer | None) -> StepLayer:
         model, ones = self._model, torch.ones(HIDDEN, dtype=self._model.dtype)
-        head_ones = torch.ones(SIZE, dtype=model.dtype)
-        keys, values = self.kv[layer]
-        rich = model.is_rich
         return StepLayer(
             input_norm=ones,
-            attention=GroupedQuery(
-                qkv=self.rows(model[f"{layer}.qkv"], 3),
-                qkv_bias=self.rows(model[f"{layer}.qkv_bias"], 3) if rich else None,
-                query_norm=model[f"{layer}.query_norm"] if rich else head_ones,
-                key_norm=model[f"{layer}.key_norm"] if rich else head_ones,
-                keys=keys,
-                values=values,
-                out=self.rows(model[f"{layer}.out"]),
-                out_bias=self.rows(model[f"{layer}.out_bias"]) if rich else None,
-                sinks=self.rows(model[f"{layer}.sinks"]) if rich else None,
-                window=7 if rich and layer else 0,
-            ),
+            attention=self._latent(layer) if model.kind == "latent" else self._grouped(layer),
             post_norm=ones,
             mlp=None
-            if experts is not None and not rich
+            if experts is not None and model.kind == "plain"
             else GatedMlp(gate_up=self.rows(model["mlp.gate_up"], 2), down=self.rows(model["mlp.down"])),
             routed=None if experts is None else RoutedExperts(gate=model["gate"], bias=None, experts=experts),
         )
 
+    def _grouped(self, layer: int) -> GroupedQuery:
+        model, rich = self._model, self._model.is_rich
+        head_ones = torch.ones(SIZE, dtype=model.dtype)
+        keys, values = self.kv[layer]
+        return GroupedQuery(
+            qkv=self.rows(model[f"{layer}.qkv"], 3),
+            qkv_bias=self.rows(model[f"{layer}.qkv_bias"], 3) if rich else None,
+            query_norm=model[f"{layer}.query_norm"] if rich else head_ones,
+            key_norm=model[f"{layer}.key_norm"] if rich else head_ones,
+            keys=keys,
+            values=values,
+            out=self.rows(model[f"{layer}.out"]),
+            out_bias=self.rows(model[f"{layer}.out_bias"]) if rich else None,
+            sinks=self.rows(model[f"{layer}.sinks"]) if rich else None,
+            window=7 if rich and layer else 0,
+        )
+
+    def _latent(self, layer: int) -> Latent:
+        model = self._model
+        return Latent(
+            compress=model[f"{layer}.compress"],
+            query_norm=torch.ones(QUERY_RANK, dtype=model.dtype),
+            query=self.rows(model[f"{layer}.query"]),
+            latent_norm=torch.ones(LATENT, dtype=model.dtype),
+            key_heads=self.rows(model[f"{layer}.key_heads"]),
+            value_heads=self.rows(model[f"{layer}.value_heads"]),
+            keys=self.kv[layer][0],
+            out=self.rows(model[f"{layer}.values_out"]),
+        )
+
     def _lora(self, layer: int) -> LayerLora:
         model = self._model
-        own = {
-            "qkv_a": model[f"{layer}.qkv_a"],
-            "qkv_b": self.rows(model[f"{layer}.qkv_b"], 3, 1),
-            "out_a": model[f"{layer}.out_a"],
-            "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
-        }
-        if layer == 0 or model.is_rich:
+        own = (
+            self._latent_lora(layer)
+            if model.kind == "latent"
+            else {
+                "qkv_a": model[f"{layer}.qkv_a"],
+                "qkv_b": self.rows(model[f"{layer}.qkv_b"], 3, 1),
+                "out_a": model[f"{layer}.out_a"],
+                "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
+            }
+        )
+        if layer == 0 or model.kind != "plain":
             own |= {
                 "mlp_gate_up_a": model["mlp.gate_up_a"],
                 "mlp_gate_up_b": self.rows(model["mlp.gate_up_b"], 2, 1),
@@ -177,6 +220,19 @@ class Part:
             names = ("gate_up_a", "gate_up_b", "down_a", "down_b")
             own |= {name: self.rows(model[f"experts.{name}"], 1, 1) for name in names}
         return LayerLora(**own)
+
+    def _latent_lora(self, layer: int) -> dict[str, Tensor]:
+        model = self._model
+        return {
+            "compress_a": model[f"{layer}.compress_a"],
+            "compress_b": model[f"{layer}.compress_b"],
+            "query_a": model[f"{layer}.query_a"],
+            "query_b": self.rows(model[f"{layer}.query_b"], 1, 1),
+            "kv_b_a": model[f"{layer}.kv_b_a"],
+            "kv_b_b": self.rows(model[f"{layer}.kv_b_b"], 1, 1),
+            "out_a": model[f"{layer}.values_out_a"],
+            "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
+        }
 
     def run(self, spoiled: bool = False) -> list[Tensor]:
         """A prompt of MANY tokens and one of FEW, in two batches; then a token of each, in one. Tokens of the second
@@ -219,11 +275,11 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("is_rich", [False, True])
+@pytest.mark.parametrize("of", ["plain", "rich", "latent"])
 def test_the_step_over_ranks_has_the_bits_of_one_process(
-    num_ranks: int, dtype: torch.dtype, kind: str, is_rich: bool
+    num_ranks: int, dtype: torch.dtype, kind: str, of: Kind
 ) -> None:
-    model = Model.drawn(dtype, is_rich)
+    model = Model.drawn(dtype, of)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint_of(model, directory)
         expected = Part(model, ONE, directory).run()
@@ -234,7 +290,7 @@ def test_the_step_over_ranks_has_the_bits_of_one_process(
             assert same(own, whole)
         heads = Share(rank, num_ranks).of(HEADS, "heads")
         for own, whole in zip(results[6:], expected[6:], strict=True):
-            assert same(own, whole[:, :, heads.start : heads.stop].contiguous())
+            assert same(own, whole if of == "latent" else whole[:, :, heads.start : heads.stop].contiguous())
 
 
 def test_partial_results_would_have_other_bits() -> None:

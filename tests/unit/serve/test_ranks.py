@@ -79,6 +79,7 @@ def test_two_ranks_can_share_the_tiny_model_of_each_family_that_is_split(family:
         ("glm4_moe", {"moe_intermediate_size": 63}, "63 units of shared experts can't be split evenly over 2 ranks"),
         ("llama4_text", {"intermediate_size_mlp": 255}, "255 units of dense layers can't be split evenly over 2 ranks"),
         ("gpt_oss", {"num_key_value_heads": 3}, "3 key-value heads can't be split evenly over 2 ranks"),
+        ("deepseek_v3", {"num_attention_heads": 3}, "3 attention heads can't be split evenly over 2 ranks"),
     ],
 )
 def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: dict[str, Any], problem: str) -> None:
@@ -87,8 +88,8 @@ def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: d
 
 
 def test_other_families_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="--tp-size 2: the family deepseek_v3 is not split over ranks yet"):
-        with_ranks(TWO, load_preset("tiny-deepseek-v3").config)
+    with pytest.raises(InvalidValueError, match="--tp-size 2: the family qwen3_next is not split over ranks yet"):
+        with_ranks(TWO, PRESETS["qwen3_next"].config)
 
 
 def test_a_gguf_model_is_refused() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from reference.cases import choose
+from reference.resident.configs import CONFIGS
 from reference.resident.split_host import split_host, store_of
 from reference.server.real_ranks import run_ranks
 
@@ -35,7 +36,7 @@ def make_session_lab(
     def make(
         exchange: Exchange | None, dtype: torch.dtype, expert_format: str | None, family: str = "qwen3_moe"
     ) -> Any:
-        host = (make_host if family == "qwen3_moe" else make_further_host)(family, dtype=dtype)
+        host = (make_host if family in CONFIGS else make_further_host)(family, dtype=dtype)
         if exchange is not None:
             split_host(host, exchange, expert_format)
         elif expert_format is not None:
@@ -117,14 +118,16 @@ def test_ten_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batc
 FAMILIES = (
     *("mixtral", "olmoe", "minimax_m2", "gpt_oss", "llama4", "llama4 without norms"),
     *("glm4_moe", "glm4_moe without norms"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
 )
-FEW_FAMILIES = ["glm4_moe", "gpt_oss", "minimax_m2"]
+FEW_FAMILIES = ["glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v2", "deepseek_v32"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", choose(few=FEW_FAMILIES, usual=list(FAMILIES), every=list(FAMILIES)))
 def test_ten_steps_of_other_families(make_session_lab: Any, make_batch: Any, family: str, dtype: torch.dtype) -> None:
-    """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once."""
+    """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once; latent attention, in
+    absorbed order and, with dropout, expanded; with an indexer."""
     work = ten_steps(make_batch, {"dropout": 0.1 * (dtype == torch.bfloat16)})
     assert_trained(*on_one_and_on(2, make_session_lab, work, dtype, family=family))
 
