@@ -105,8 +105,6 @@ class LayerReader {
     layer.input_norm = tensor_("input_norm", {stack_.hidden()});
     layer.post_norm = tensor_("post_norm", {stack_.hidden()});
     const Tensors attention = tensor_.part("attention");
-    if (stack_.exchange && attention.has("by_key_head"))
-      fail(attention.prefix() + "by_key_head: ranks do not share Gated DeltaNet");
     if (attention.has("by_key_head")) {  // no other kind has it
       layer.attention = gated_delta(attention);
     } else if (is_latent(attention)) {
@@ -211,7 +209,7 @@ class LayerReader {
         delta.by_key_head ? linear(tensor, "inputs", hidden, {all}) : linear(tensor, "inputs", hidden, {channels, all});
     delta.gates = delta.by_key_head ? linear(tensor, "gates", hidden, {2 * heads})
                                     : linear(tensor, "gates", hidden, {heads, 2 * heads});
-    delta.out = linear(tensor, "out", delta.results(), {hidden});
+    delta.out = linear(tensor, "out", delta.results() * stack_.ranks(), {hidden / stack_.ranks()});
     return delta;
   }
 

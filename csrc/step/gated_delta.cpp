@@ -91,7 +91,8 @@ Status attend(StepWork& work, const GatedDelta& layer, const TensorView& x, cons
   const Projected made =
       layer.by_key_head ? parts_by_key_head(work, layer, inputs, gates) : parts_of(layer, inputs, gates);
 
-  const TensorView results = work.rows.matrix(RowsOf::kAttended, dtype, layer.results());
+  const TensorView of_all = work.rows.matrix(RowsOf::kAttended, dtype, layer.out.weight.shape[1]);
+  const TensorView results = work.own_columns(of_all);
   const DeltaCall call{.shape = layer.shape,
                        .x = made.mixed,
                        .a = made.decays,
@@ -104,8 +105,8 @@ Status attend(StepWork& work, const GatedDelta& layer, const TensorView& x, cons
   gated_delta(work.engine.tiles, work.engine.num_threads, call, layer.kept, results);
   normalise_heads(work, layer, results);
   silu_and_multiply(work.engine, made.output_gates, results, results);
-  work.multiply(layer.out, results, out);
-  return {};
+  KT_RETURN_IF_ERROR(work.gather(of_all));
+  return work.multiply_shared(layer.out, of_all, out);
 }
 
 }  // namespace kt

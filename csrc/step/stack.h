@@ -4,7 +4,8 @@
 // With ranks (`Stack::exchange`) each has a share: of the heads with their keys, of the rows of `out`, `gate_up`,
 // `down` and the embedding, of the experts; then N, K, D and E below are the rank's own, but for the columns of `out`
 // and `down`, for norms of all heads together, and for the router, which has all experts. Of latent attention each rank
-// has all that does not belong to heads: `compress`, its norms, the indexer, and the pool's latents.
+// has all that does not belong to heads: `compress`, its norms, the indexer, and the pool's latents. Of Gated DeltaNet
+// each has some key heads with their value heads, and their channels.
 //
 // H hidden, I intermediate, V vocabulary, N query heads, K key heads, D head size, E experts, S slots of the KV pool, P
 // positions, L slots of the LoRA pool, R its highest rank. Sizes of latent attention have their names of config.json.

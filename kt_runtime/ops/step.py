@@ -58,7 +58,7 @@ def build_step(
     if share is not None:
         scalars["heads"] = stack.heads // share.num_ranks
         scalars["vocabulary"] = vocab_size
-    named = _Tensors(tensors, len(angles))
+    named = _Tensors(tensors, len(angles), 1 if share is None else share.num_ranks)
     layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
     embedding = named[stack.embedding]
     ids = _own_ids(vocab_size, share)
@@ -76,10 +76,10 @@ def _own_ids(vocab_size: int, share: StepShare | None) -> int:
 
 
 class _Tensors:
-    """The engine's tensors, and the step's layers made of them. `positions`: how many there are."""
+    """The engine's tensors, and the step's layers made of them. `positions`, `ranks`: how many there are."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], positions: int) -> None:
-        self._tensors, self._positions = tensors, positions
+    def __init__(self, tensors: Mapping[str, torch.Tensor], positions: int, ranks: int) -> None:
+        self._tensors, self._positions, self._ranks = tensors, positions, ranks
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
@@ -144,7 +144,7 @@ class _Tensors:
             out=self[names.out],
             kept_inputs=inputs,
             states=states,
-            key_heads=names.key_heads,
+            key_heads=names.key_heads // self._ranks,
             by_key_head=names.by_key_head,
         )
 
