@@ -1,4 +1,4 @@
-"""SGLang's layers that it splits by their inputs, and kt-runtime by their outputs: weights, biases, sums, LoRA's pool."""
+"""Layers that SGLang splits by their inputs, and kt-runtime by their outputs: weights, biases, sums, LoRA's pool."""
 
 from __future__ import annotations
 
