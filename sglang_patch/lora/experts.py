@@ -33,6 +33,7 @@ SYMBOLS = (
     "sglang.srt.lora.layers.FusedMoEWithLoRA",
     "sglang.srt.lora.layers.BaseLayerWithLoRA",
     "sglang.srt.lora.utils.generate_sequence_lengths",
+    "sglang.srt.distributed.tensor_model_parallel_all_reduce",
 )
 
 
@@ -113,6 +114,7 @@ def _slot_use(manager: Any, lora_id: str | None) -> SlotUse | None:
 
 @cache
 def layer_class() -> type:
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
     from sglang.srt.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 
     class StoredExpertsWithLoRA(FusedMoEWithLoRA):
@@ -136,6 +138,8 @@ def layer_class() -> type:
 
         def forward(self, hidden_states: torch.Tensor, topk_output: Any, **kwargs: Any) -> torch.Tensor:
             result: torch.Tensor = self.base_layer.experts_forward(hidden_states, topk_output, self.adapters)
+            if self.base_layer.reduce_results and self.base_layer.moe_ep_size > 1:  # as the layer itself: OLMoE's
+                result = tensor_model_parallel_all_reduce(result)
             return result
 
         def adapters(self, num_tokens: int) -> tuple[Sequence[LoraSlot], torch.Tensor | None]:

@@ -5,6 +5,7 @@ an activation. A rank sends, for one token:
 
     attention                a A (N-1)/N   its heads
                              a H (N-1)/N   its outputs of the output projection
+    norms of all heads, Q    a Q (N-1)/N   its queries and keys, of Q elements in all (OLMoE, MiniMax-M2)
     dense MLP, width I       a I (N-1)/N   its part of SwiGLU's result
                              a H (N-1)/N   its outputs
     routed experts           4 K H (N-1)/N^2   unweighted outputs of its experts, K/N of K on average, float32
@@ -13,7 +14,8 @@ an activation. A rank sends, for one token:
     embedding                a H (N-1)/N
     head                     a V (N-1)/N   its logits
 
-This is what the sharding needs, and what the native step sends between hosts. With SGLang's modules, SGLang's own sums
+This is what the sharding needs. The native step sends as much between hosts, and the outputs of shared experts by
+themselves, a H (N-1)/N more. With SGLang's modules, SGLang's own sums
 over ranks (after attention, after the experts or the MLP, after the embedding) send twice that: a ring first sums, then
 gathers. `Traffic.total` has that in it.
 """
@@ -26,7 +28,7 @@ from itertools import product
 from math import comb
 from typing import Any
 
-from kt_runtime.families import family_for
+from kt_runtime.families import Family, family_for
 
 SUMMED_TWICE = 2.0
 EXPERT_BYTES = 4  # float32
@@ -53,11 +55,13 @@ def sent_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: i
     moe_layers, num_layers = len(family.moe_layers(config)), int(config["num_hidden_layers"])
     others = (num_ranks - 1) / num_ranks
     experts = EXPERT_BYTES * int(config["num_experts_per_tok"]) * hidden / num_ranks
-    widths = num_layers * _attention_width(config) + (num_layers - moe_layers) * int(config.get("intermediate_size", 0))
-    shared = moe_layers * int(config.get("n_shared_experts") or 0) * int(config["moe_intermediate_size"])
-    gathered = activation_bytes * (widths + shared + int(config["vocab_size"]))
+    attention, normed = _attention_width(config), _normed_together(family, config)
+    dense = (num_layers - moe_layers) * family.dense_intermediate(config) if num_layers > moe_layers else 0
+    shared = moe_layers * family.shared_intermediate(config)
+    widths = num_layers * (attention + normed) + dense + shared
+    gathered = activation_bytes * (widths + int(config["vocab_size"]))
     sums = activation_bytes * hidden * (2 * num_layers + 1)
-    exchanges = 4 * num_layers + (moe_layers if shared else 0) + 2
+    exchanges = (6 if normed else 4) * num_layers + (moe_layers if shared else 0) + 2
     return Traffic(others * (gathered + sums + moe_layers * experts), others * sums, exchanges)
 
 
@@ -65,6 +69,13 @@ def _attention_width(config: Mapping[str, Any]) -> int:
     heads = int(config["num_attention_heads"])
     one = config.get("v_head_dim") or config.get("head_dim") or int(config["hidden_size"]) // heads
     return heads * int(one)
+
+
+def _normed_together(family: Family, config: Mapping[str, Any]) -> int:
+    """Elements of a token's queries and keys, if a norm sees all heads at once; else 0."""
+    norms = family.attention_norms(config)
+    sizes = [norms[name] for name in ("self_attn.q_norm", "self_attn.k_norm") if name in norms]
+    return sum(sizes) if _attention_width(config) in sizes else 0
 
 
 @dataclass(frozen=True)

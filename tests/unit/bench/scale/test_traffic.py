@@ -39,6 +39,19 @@ def test_bytes_of_deepseek_counted_by_hand() -> None:
     assert found.exchanges == 61 * 4 + 58 + 2
 
 
+def test_bytes_of_norms_of_all_heads_and_of_a_model_without_shared_experts_counted_by_hand() -> None:
+    """Hidden 128, 3 layers. OLMoE: 4 heads of 32, as many keys, 4 experts of a token. Mixtral: 2 experts."""
+    olmoe, mixtral = (load_preset(name).config for name in ("tiny-olmoe", "tiny-mixtral"))
+    rest = 128 * 2 // 2 + 768 * 2 // 2
+    layer = 128 * 2 // 2 + 128 * 2 // 2 + 128 * 2 // 2
+    found = sent_bytes(olmoe, num_ranks=2, activation_bytes=2)
+    assert found.needed == 3 * (layer + 2 * 128 * 2 // 2 + 4 * 4 * 128 // 4) + rest
+    assert found.exchanges == 3 * 6 + 2
+    found = sent_bytes(mixtral, num_ranks=2, activation_bytes=2)
+    assert found.needed == 3 * (layer + 2 * 4 * 128 // 4) + rest
+    assert found.exchanges == 3 * 4 + 2
+
+
 def test_one_rank_sends_nothing() -> None:
     assert sent_bytes(BENCH, num_ranks=1, activation_bytes=2).total == 0
 
