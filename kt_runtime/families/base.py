@@ -60,7 +60,7 @@ class LoraModule:
     matrices; elsewhere `num_experts` is 0. `source` is the SGLang module that computes it, and `start` to `stop` its
     rows there. Modules with the same `source` are one fused group: SGLang needs LoRA tensors for every member of it.
     For routed experts `source` is SGLang's parameter without `_weight`, `...experts.w13` or `...experts.w2`.
-    `is_whole`: every rank has all of its rows.
+    `is_whole`: every rank has all of its rows. `pieces`: rows of parts each of which ranks split; () if it is one.
     """
 
     name: str
@@ -72,6 +72,7 @@ class LoraModule:
     stop: int
     num_experts: int = 0
     is_whole: bool = False
+    pieces: tuple[int, ...] = ()
 
     @property
     def projection(self) -> str:
@@ -90,7 +91,7 @@ class LoraModule:
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
     """SGLang's linear `parent.source`, whose rows are those of `parts` (Hugging Face name, rows) in this order.
-    `is_whole`: ranks do not split it, every one has all rows."""
+    `is_whole`: ranks do not split it, every one has all rows. `pieces`: of modules whose rows are of several kinds."""
 
     parent: str
     source: str
@@ -99,6 +100,7 @@ class FusedLinear:
     group: str
     has_bias: bool = False
     is_whole: bool = False
+    pieces: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         stops = [0]
@@ -382,9 +384,16 @@ class Family(ABC):
         parent = f"{prefix}{linear.parent}."
         source = self.engine_name(f"{parent}{linear.source}.").removesuffix(".")
         for name, start, stop in linear.rows():
-            size, whole = stop - start, linear.is_whole
             yield LoraModule(
-                f"{parent}{name}", linear.in_features, size, linear.group, source, start, stop, is_whole=whole
+                f"{parent}{name}",
+                linear.in_features,
+                stop - start,
+                linear.group,
+                source,
+                start,
+                stop,
+                is_whole=linear.is_whole,
+                pieces=dict(linear.pieces).get(name, ()),
             )
 
     def _own(self, name: str, *shape: int, is_buffer: bool = False) -> TensorSource:

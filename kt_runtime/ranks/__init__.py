@@ -8,6 +8,6 @@ of one process, bit for bit. How processes are started and connected is the serv
 from kt_runtime.ranks.exchange import Exchange, GroupExchange
 from kt_runtime.ranks.experts import SharedExperts, TrainedExperts
 from kt_runtime.ranks.native import shared_memory_of
-from kt_runtime.ranks.share import Share
+from kt_runtime.ranks.share import Pieces, Share
 
-__all__ = ["Exchange", "GroupExchange", "Share", "SharedExperts", "TrainedExperts", "shared_memory_of"]
+__all__ = ["Exchange", "GroupExchange", "Pieces", "Share", "SharedExperts", "TrainedExperts", "shared_memory_of"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,6 +40,50 @@ class Share:
         """[..., total] -> a view of this rank's columns [..., total / num_ranks]."""
         own = self.of(whole.shape[-1], "columns")
         return whole[..., own.start : own.stop]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Columns, or rows, that consist of pieces of these `sizes`, one after another: of each a rank has an even part."""
+
+    share: Share
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def own(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """`whole`, which has them all in `dim` -> this rank's: a view if there is one piece."""
+        if len(self.sizes) == 1:
+            own = self.share.of(self.total, "columns")
+            return whole.narrow(dim, own.start, len(own))
+        return whole.index_select(dim, _numbers(self.share, self.sizes))
+
+    def placed(self, columns: Tensor) -> Tensor:
+        """As `Share.placed`: [..., total / num_ranks], this rank's columns -> [..., total]."""
+        if len(self.sizes) == 1:
+            return self.share.placed(columns, self.total)
+        whole = torch.full((*columns.shape[:-1], self.total), -0.0, dtype=columns.dtype)
+        return whole.index_copy_(-1, _numbers(self.share, self.sizes), columns)
+
+    def ordered(self, joined: Tensor, dim: int = -1) -> Tensor:
+        """In `dim` all of rank 0's, then all of rank 1's, and so on -> in their order, perhaps `joined` itself."""
+        return joined if len(self.sizes) == 1 else joined.index_select(dim, _places(self.share.num_ranks, self.sizes))
+
+
+@cache
+def _numbers(share: Share, sizes: tuple[int, ...]) -> Tensor:
+    """int64: a rank's columns."""
+    ends = accumulate(sizes)
+    each = [end - size + own for end, size in zip(ends, sizes, strict=True) for own in share.of(size, "columns")]
+    return torch.tensor(each)
+
+
+@cache
+def _places(num_ranks: int, sizes: tuple[int, ...]) -> Tensor:
+    """int64: of each column where it lies among those of all ranks, rank after rank."""
+    return torch.cat([_numbers(Share(rank, num_ranks), sizes) for rank in range(num_ranks)]).argsort()
 
 
 def check_divides(num_ranks: int, total: int, what: str) -> None:

@@ -68,8 +68,9 @@ def built_with_parts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> No
     with mock.patch.object(torch, "get_device_module", lambda *_: torch.cpu):
         original(layer, *args, **kwargs)
     layer.norm.to(torch.get_default_dtype())
-    setattr(layer.in_proj_qkvz, PARTS, (2 * layer.key_dim + layer.value_dim, layer.value_dim))
-    setattr(layer.in_proj_ba, PARTS, (layer.num_v_heads, layer.num_v_heads))
+    heads, values = layer.num_v_heads // layer.attn_tp_size, layer.value_dim // layer.attn_tp_size
+    setattr(layer.in_proj_qkvz, PARTS, (2 * layer.key_dim // layer.attn_tp_size + values, values))
+    setattr(layer.in_proj_ba, PARTS, (heads, heads))
 
 
 def weights_of(layer: Any) -> DeltaWeights:
@@ -103,7 +104,7 @@ def gated_attention(
 def experts_block(
     original: Any, block: Any, hidden_states: torch.Tensor, forward_batch: Any = None, defer_finalize: bool = False
 ) -> torch.Tensor:
-    """[T, H] -> [T, H]: routed experts plus the shared one times its gate."""
+    """[T, H] -> [T, H]: routed experts plus the shared one times its gate; over ranks to be summed."""
     if block.shared_expert is None or block.shared_expert_gate is None or defer_finalize or not len(hidden_states):
         result: torch.Tensor = original(block, hidden_states, forward_batch, defer_finalize)
         return result

@@ -27,6 +27,7 @@ from kt_runtime.families import LoraModule, family_for
 from kt_runtime.sglang_patch.delta.layers import PARTS
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import pool_key
+from kt_runtime.sglang_patch.ranks import group
 
 MODEL = "sglang.srt.models.qwen3_next.Qwen3NextForCausalLM"
 QWEN35 = "sglang.srt.models.qwen3_5_text.Qwen3_5MoeForCausalLM"
@@ -41,7 +42,6 @@ SYMBOLS = (
     "sglang.srt.lora.layers.BaseLayerWithLoRA",
     "sglang.srt.lora.layers.ColumnParallelLinearWithLoRA",
 )
-NOTHING = (1, 1)  # the size of a buffer for a linear that a layer does not have
 
 
 def install(hooks: Hooks) -> None:
@@ -71,9 +71,12 @@ def add_targets(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def hidden_dim(model: Any, module_name: str, layer_idx: int) -> tuple[int, int]:
-    """(in, out) of the fused linear with the pool's name `module_name`."""
+    """(in, out) of the fused linear with the pool's name `module_name`. SGLang divides them by the number of ranks: so
+    they are those of the smallest buffer where the layer does not have the linear."""
     members = _members(model).get((module_name, layer_idx))
-    return NOTHING if members is None else (members[0].in_features, max(module.stop for module in members))
+    if members is None:
+        return group.num_ranks(), group.num_ranks()
+    return members[0].in_features, max(module.stop for module in members)
 
 
 def stacked_multiply(model: Any, module_name: str) -> int:

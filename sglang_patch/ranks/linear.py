@@ -29,11 +29,10 @@ SYMBOLS = (
     "sglang.srt.lora.layers.RowParallelLinearWithLoRA.forward",
     f"{POOL}.get_lora_A_shape",
     f"{POOL}.get_lora_B_shape",
+    f"{POOL}._dense_local_dim",
 )
-SPLIT_BY_OUTPUTS = ("o_proj", "down_proj")
+SPLIT_BY_OUTPUTS = ("o_proj", "out_proj", "down_proj")
 """Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
-SIZED_BY_LAYER = ("down_proj",)
-"""Of these SGLang asks the layer for its inputs, where a layer of the model has one."""
 NOT_SPLIT = ("kv_a_proj_with_mqa",)
 """Every rank has all outputs, which SGLang knows of the layer, but not of its LoRA (`lora/whole_queries.py`)."""
 
@@ -93,10 +92,14 @@ def forward_of_all_inputs(
     return exchange.share.placed(columns, plain.kt_outputs), bias
 
 
-def whole_a(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    """[slots, R, inputs] of SGLang's [slots, R, inputs / N]."""
-    is_whole = module_name not in SPLIT_BY_OUTPUTS or module_name in SIZED_BY_LAYER
-    return shape if is_whole else (*shape[:-1], shape[-1] * group.num_ranks())
+def whole_a(
+    shape: tuple[int, ...], pool: Any, module_name: str, base_model: Any, max_lora_dim: int, layer_idx: int
+) -> tuple[int, ...]:
+    """[slots, R, inputs] of SGLang's [slots, R, inputs / N]; of a `down_proj` SGLang may have asked the layer."""
+    is_whole = module_name not in SPLIT_BY_OUTPUTS
+    if is_whole or pool._dense_local_dim(module_name, base_model, layer_idx, "input") is not None:
+        return shape
+    return (*shape[:-1], shape[-1] * group.num_ranks())
 
 
 def own_rows_of_b(shape: tuple[int, ...], pool: Any, module_name: str, *args: Any, **kwargs: Any) -> tuple[int, ...]:

@@ -37,5 +37,8 @@ class Qwen35Moe(Qwen3Next):
     def input_parts(self, keys: int, values: int) -> tuple[tuple[str, int], ...]:
         return ("in_proj_qkv", 2 * keys + values), ("in_proj_z", values)
 
+    def input_pieces(self, keys: int, values: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return (("in_proj_qkv", (keys, keys, values)),)
+
     def gate_parts(self, value_heads: int) -> tuple[tuple[str, int], ...]:
         return ("in_proj_b", value_heads), ("in_proj_a", value_heads)

@@ -41,6 +41,7 @@ class Qwen3Next(GroupedQueryFamily):
         GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False, parts=frozenset({LINEAR_ATTENTION})
     )
     gguf_architecture = "qwen3next"
+    splits_over_ranks = True
     shared_name = "shared_expert"
     keeps_states = True
     offset_norms = True
@@ -157,7 +158,14 @@ class Qwen3Next(GroupedQueryFamily):
             key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
             keys, values = key_heads * key_size, value_heads * value_size
             return [
-                FusedLinear("linear_attn", "in_proj_qkvz", hidden, self.input_parts(keys, values), ATTENTION),
+                FusedLinear(
+                    "linear_attn",
+                    "in_proj_qkvz",
+                    hidden,
+                    self.input_parts(keys, values),
+                    ATTENTION,
+                    pieces=self.input_pieces(keys, values),
+                ),
                 FusedLinear("linear_attn", "in_proj_ba", hidden, self.gate_parts(value_heads), ATTENTION),
                 FusedLinear("linear_attn", "out_proj", values, (("out_proj", hidden),), ATTENTION),
             ]
@@ -171,6 +179,10 @@ class Qwen3Next(GroupedQueryFamily):
     def input_parts(self, keys: int, values: int) -> tuple[tuple[str, int], ...]:
         """transformers' linears of `in_proj_qkvz`, with their rows."""
         return (("in_proj_qkvz", 2 * keys + 2 * values),)
+
+    def input_pieces(self, keys: int, values: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """As `FusedLinear.pieces`. Rows by key head are split by key head."""
+        return ()
 
     def gate_parts(self, value_heads: int) -> tuple[tuple[str, int], ...]:
         """transformers' linears of `in_proj_ba`, with their rows."""
@@ -199,6 +211,10 @@ class Qwen3Next(GroupedQueryFamily):
 
     def rotary_table_of(self, config: Config) -> str:
         return f"model.layers.{self.layer_types(config).index(FULL)}.rotary_emb.cos_sin_cache"
+
+    def heads_to_split(self, config: Config) -> dict[str, int]:
+        # Each key head has as many value heads, and as many channels.
+        return {**super().heads_to_split(config), "heads of linear attention": self.delta_sizes(config)[0]}
 
     def shared_intermediate(self, config: Config) -> int:
         return integer(config, "shared_expert_intermediate_size")

@@ -1,7 +1,8 @@
 """Which part of an adapter's tensors a rank trains: B of dense modules by outputs, A and B of routed experts by expert.
 
-All of these are split along their first dimension, into equal, consecutive parts. A of dense modules is whole on every
-rank, and so are its gradient and moments, which are equal on all ranks.
+All of these are split along their first dimension, evenly and in the ranks' order, or piece by piece. A of dense modules
+is whole on every rank, and so are its gradient and moments, which are equal on all ranks; so is B of a module that ranks
+do not split.
 
 With one rank everything is whole. With several, all ranks call `whole`, `norm` and `largest`, in the same order.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kt_runtime.families import LoraModule
-from kt_runtime.ranks import Exchange
+from kt_runtime.ranks import Exchange, Pieces
 
 OF_HEADS = "kv_b_proj.lora_B"
 
@@ -42,14 +43,14 @@ class AdapterParts:
         """This rank's part of a parameter: a view, or `whole` itself."""
         if self._exchange is None or not self.is_split(name):
             return whole
-        own = self._exchange.share.of(len(whole), f"rows of {name}")
-        return whole[own.start : own.stop]
+        return self._rows(name, len(whole)).own(whole, 0)
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """The parameter whose part each rank has; `own` itself where that is whole."""
         if self._exchange is None or not self.is_split(name):
             return own
-        return self._exchange.all_columns(own.detach().reshape(1, -1).contiguous()).view(-1, *own.shape[1:])
+        joined = self._exchange.all_columns(own.detach().reshape(1, -1).contiguous()).view(-1, *own.shape[1:])
+        return self._rows(name, len(joined)).ordered(joined, 0)
 
     def whole_shape(self, name: str, own: torch.Tensor) -> tuple[int, ...]:
         factor = self.num_ranks if self.is_split(name) else 1
@@ -66,8 +67,15 @@ class AdapterParts:
             return torch.linalg.vector_norm(gradient)
         is_by_heads = name.endswith(OF_HEADS) and gradient.is_contiguous()
         if gradient.dim() == 2 and gradient.shape[1] <= self.num_ranks * gradient.shape[0] and not is_by_heads:
-            return torch.linalg.vector_norm(self._exchange.all_columns(gradient.T.contiguous()))
+            columns = self._exchange.all_columns(gradient.T.contiguous())
+            return torch.linalg.vector_norm(self._rows(name, columns.shape[1]).ordered(columns))
         return torch.linalg.vector_norm(self.whole(name, gradient))
+
+    def _rows(self, name: str, total: int) -> Pieces:
+        assert self._exchange is not None
+        parent, _, kind = name.rpartition(".")
+        pieces = self._modules[parent].pieces if kind == "lora_B" else ()
+        return Pieces(self._exchange.share, pieces or (total,))
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value, a float32 number, the largest on any rank."""

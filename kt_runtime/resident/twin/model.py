@@ -313,7 +313,7 @@ def _on_meta(family: Family, host: Host) -> Any:
             module.__class__ = router
     if host.exchange is not None:
         for layer in model.model.layers:
-            split_attention(layer.self_attn, host.exchange)
+            split_attention(layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn, host.exchange)
             split_mlps(getattr(layer, family.mlp_name), host.exchange)
     return model
 

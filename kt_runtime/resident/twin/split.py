@@ -38,35 +38,42 @@ from kt_runtime.experts import dense
 from kt_runtime.experts.collected import Place, place_of
 from kt_runtime.families import Family, TensorSource
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
-from kt_runtime.ranks import Exchange, Share
+from kt_runtime.ranks import Exchange, Pieces, Share
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 
 VOCABULARIES = ("model.embed_tokens.weight", "lm_head.weight")
-BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
-"""Linear layers of attention whose outputs are heads."""
-OF_HEADS = ("sinks",)
-"""Parameters of attention that have a number for each head."""
+BY_HEADS = (
+    *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+"""Linear layers of attention, and of Gated DeltaNet, whose outputs are heads."""
+OF_HEADS = ("sinks", "A_log", "dt_bias", "conv1d.weight")
+"""Further parameters of attention that ranks split by heads."""
 
 
 class SplitWeight:
-    """A frozen weight [O, I]. `rows`: this rank's, [O / N, I], and `bias` [O / N]. `columns`: all rows of its columns,
-    [O, I / N]; None until `fetch`."""
+    """A frozen weight [O, I]. `rows`: this rank's, [O / N, I], and `bias` [O / N]; `outputs`: which of all they are.
+    `columns`: all rows of its columns, [O, I / N]; None until `fetch`."""
 
-    def __init__(self, rows: Tensor, exchange: Exchange, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: Tensor, exchange: Exchange, bias: Tensor | None = None, pieces: tuple[int, ...] = ()
+    ) -> None:
         self.rows, self.exchange, self.bias = rows, exchange, bias
+        self.outputs = Pieces(exchange.share, pieces or (len(rows) * exchange.share.num_ranks,))
         self.columns: Tensor | None = None
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.rows) * self.exchange.share.num_ranks
+    def all_outputs(self, own: Tensor) -> Tensor:
+        """[..., O / N] of each rank -> [..., O]."""
+        return self.outputs.ordered(all_columns(self.exchange, own))
 
     def fetch(self) -> None:
         """All ranks make this call; backward needs it."""
         if self.columns is None:
             rows = self.rows.detach()
-            self.columns = self.exchange.columns_of_rows(rows, [len(rows)] * self.exchange.share.num_ranks)
+            joined = self.exchange.columns_of_rows(rows, [len(rows)] * self.exchange.share.num_ranks)
+            self.columns = self.outputs.ordered(joined, 0)
 
     def by_input(self, by_out: Tensor) -> Tensor:
         """by_out [..., O], whole -> this rank's columns of the input's gradient, [..., I / N]."""
@@ -80,7 +87,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: SplitWeight) -> Tensor:
         ctx.weight, ctx.num_inputs = weight, x.shape[-1]
-        return weight.exchange.share.placed(dense.linear(x, weight.rows, weight.bias), weight.num_outputs)
+        return weight.outputs.placed(dense.linear(x, weight.rows, weight.bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,18 +99,20 @@ class _Added(torch.autograd.Function):
     """base [T, O] + low [T, R] B^T, of which this rank has its columns; `master`: B^T with these alone, [R, O / N]."""
 
     @staticmethod
-    def forward(ctx: Any, low: Tensor, master: Tensor, base: Tensor, exchange: Exchange, place: Place | None) -> Tensor:
-        served, share = master.to(low.dtype), exchange.share
+    def forward(
+        ctx: Any, low: Tensor, master: Tensor, base: Tensor, weight: SplitWeight, place: Place | None
+    ) -> Tensor:
+        served, outputs = master.to(low.dtype), weight.outputs
         ctx.save_for_backward(low, served)
-        ctx.exchange, ctx.master_dtype, ctx.place = exchange, master.dtype, place
-        return share.placed(lora_product(low, served, base=share.columns_of(base)), base.shape[-1])
+        ctx.weight, ctx.master_dtype, ctx.place = weight, master.dtype, place
+        return outputs.placed(lora_product(low, served, base=outputs.own(base)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         low, served = ctx.saved_tensors
-        own = ctx.exchange.share.columns_of(grads[0])
-        by_low = lora_product(grads[0], all_columns(ctx.exchange, served).mT) if ctx.needs_input_grad[0] else None
+        own = ctx.weight.outputs.own(grads[0])
+        by_low = lora_product(grads[0], ctx.weight.all_outputs(served).mT) if ctx.needs_input_grad[0] else None
         by_master = None
         if ctx.place is not None:
             ctx.place.collected.keep(ctx.place, low, own, 1.0)
@@ -124,6 +133,20 @@ class _Entered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_columns(ctx.exchange, ctx.exchange.share.columns_of(grads[0])), None
+
+
+class _OwnOutputs(torch.autograd.Function):
+    """`_Own` of a weight's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: SplitWeight) -> Tensor:
+        ctx.weight = weight
+        return weight.outputs.own(x).contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.weight.all_outputs(grads[0]), None
 
 
 class _Own(torch.autograd.Function):
@@ -224,12 +247,14 @@ class SplitLinear(FrozenLinear):
     """q, k, v, gate or up: takes the whole input, gives this rank's outputs. `weight`: its rows [O / N, I]."""
 
     split: SplitWeight
+    pieces: tuple[int, ...] = ()
+    """As of `LoraModule`."""
 
     def taken(self, x: Tensor) -> Tensor:
         return x
 
     def given(self, out: Tensor) -> Tensor:
-        found: Tensor = _Own.apply(out, self.split.exchange)
+        found: Tensor = _OwnOutputs.apply(out, self.split)
         return found
 
     def product(self, x: Tensor) -> Tensor:
@@ -239,7 +264,7 @@ class SplitLinear(FrozenLinear):
     def added(self, low: Tensor, b: Tensor, base: Tensor) -> Tensor:
         """b [O / N, R]: this rank's part of the master."""
         master = b.T
-        found: Tensor = _Added.apply(low, master, base, self.split.exchange, place_of(master))
+        found: Tensor = _Added.apply(low, master, base, self.split, place_of(master))
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -317,16 +342,22 @@ class SplitVocabulary:
 
 def split_attention(attention: Any, exchange: Exchange) -> None:
     """Patches an attention module of Hugging Face with q, k, v and output projection over ranks. The rows of their
-    weights are placed later. Of latent attention the queries and `kv_b_proj` are split, the rest is whole."""
+    weights are placed later. Of latent attention the queries and `kv_b_proj` are split, the rest is whole; Gated
+    DeltaNet is split by key heads, each with its value heads."""
     for name in BY_HEADS:
         if (linear := getattr(attention, name, None)) is not None:
             linear.__class__ = SplitLinear
-    attention.o_proj.__class__ = SplitOutput
+    getattr(attention, "o_proj" if hasattr(attention, "o_proj") else "out_proj").__class__ = SplitOutput
+    if hasattr(attention, "in_proj_qkv"):
+        attention.in_proj_qkv.pieces = (attention.key_dim, attention.key_dim, attention.value_dim)
+    for name in ("num_k_heads", "num_v_heads"):  # of Gated DeltaNet
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) // exchange.share.num_ranks)
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name, None)
         if norm is not None and norm.weight.shape[0] != attention.head_dim:
             norm.__class__, norm.exchange = SplitNorm, exchange
-    if hasattr(attention, "q_proj"):  # else what is split has an input of its own (`Heads.entered`)
+    if not hasattr(attention, "q_b_proj"):  # whose input is another one (`Heads.entered`)
         _enter(attention, exchange)
 
 
@@ -356,8 +387,8 @@ def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tens
 
     A fused layer's rows are split part by part. Each rank has as many rows of the vocabulary, padding included.
     """
-    parent, _, leaf = source.name.rpartition(".")
-    if isinstance(model.get_submodule(parent), SplitLinear) or leaf in OF_HEADS:
+    parent = source.name.rpartition(".")[0]
+    if isinstance(model.get_submodule(parent), SplitLinear) or source.name.endswith(OF_HEADS):
         count = len(share.of(source.stop - source.start, "outputs"))
         start = source.start // share.num_ranks
         return replace(source, start=start, stop=start + count, shape=(count, *source.shape[1:]))
@@ -377,7 +408,7 @@ class SplitParts:
         self._weights = []
         for module in model.modules():
             if isinstance(module, SplitLinear):
-                module.split = SplitWeight(module.weight.detach(), exchange, module.bias)
+                module.split = SplitWeight(module.weight.detach(), exchange, module.bias, module.pieces)
                 self._weights.append(module.split)
         self.embedding = SplitVocabulary(model.model.embed_tokens.weight, vocabulary, exchange)
         self.head = SplitVocabulary(model.lm_head.weight, vocabulary, exchange)

@@ -10,7 +10,7 @@ import torch
 
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import family_for
-from kt_runtime.ranks import Exchange, Share
+from kt_runtime.ranks import Exchange, Pieces, Share
 
 
 def split_host(host: Any, exchange: Exchange, expert_format: str | None = None) -> Any:
@@ -39,18 +39,27 @@ def store_of(host: Any, share: Share | None, expert_format: str | None) -> Exper
 def own_tensors(config: Mapping[str, Any], whole: Mapping[str, torch.Tensor], share: Share) -> dict[str, torch.Tensor]:
     """As SGLang and `sglang_patch.ranks` split them: each part of a fused layer by rows, its bias and sinks too, the
     padded vocabulary by rows; norms, router, indexer and rotary table are whole on every rank."""
-    family = family_for(config)
-    split = {module.name for module in family.lora_modules(config) if not module.is_whole}
-    parts: dict[str, list[range]] = {}
-    for source in family.twin_sources(config):
-        if source.name.rpartition(".")[0] in split or source.name.endswith(".sinks"):
-            parts.setdefault(source.source, []).append(range(source.start, source.stop))
     own = dict(whole)
-    for name, ranges in parts.items():
-        ranges = sorted(ranges, key=lambda part: part.start)
-        rows = [part.start + row for part in ranges for row in share.of(len(part), "rows")]
-        own[name] = whole[name][rows].clone()
+    for name, sizes in split_rows(config).items():
+        own[name] = Pieces(share, tuple(sizes)).own(whole[name], 0).clone()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows_of_all = share.of(len(whole[name]), "rows of the vocabulary")
         own[name] = whole[name][rows_of_all.start : rows_of_all.stop].clone()
     return own
+
+
+def split_rows(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of each of the engine's tensors that ranks split: the rows of each part that is split by itself, in order."""
+    family = family_for(config)
+    modules = {module.name: module for module in family.lora_modules(config)}
+    found: dict[str, list[int]] = {}
+    for source in sorted(family.twin_sources(config), key=lambda source: source.start):
+        module, size = modules.get(source.name.rpartition(".")[0]), source.stop - source.start
+        if source.name.endswith("conv1d.weight"):
+            key_heads, value_heads, key_size, value_size = family.delta_sizes(config)
+            found[source.source] = [key_heads * key_size, key_heads * key_size, value_heads * value_size]
+        elif source.name.endswith((".sinks", ".A_log", ".dt_bias")):
+            found[source.source] = [size]
+        elif module is not None and not module.is_whole:
+            found.setdefault(source.source, []).extend(module.pieces or (size,))
+    return found

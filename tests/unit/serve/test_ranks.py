@@ -10,7 +10,7 @@ import pytest
 from reference.families import PRESETS
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families import FAMILIES
+from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.serve.ranks import with_ranks
@@ -80,6 +80,7 @@ def test_two_ranks_can_share_the_tiny_model_of_each_family_that_is_split(family:
         ("llama4_text", {"intermediate_size_mlp": 255}, "255 units of dense layers can't be split evenly over 2 ranks"),
         ("gpt_oss", {"num_key_value_heads": 3}, "3 key-value heads can't be split evenly over 2 ranks"),
         ("deepseek_v3", {"num_attention_heads": 3}, "3 attention heads can't be split evenly over 2 ranks"),
+        ("qwen3_next", {"linear_num_key_heads": 1}, "1 heads of linear attention can't be split evenly over 2 ranks"),
     ],
 )
 def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: dict[str, Any], problem: str) -> None:
@@ -87,9 +88,10 @@ def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: d
         with_ranks(TWO, {**PRESETS[family].config, **changed})
 
 
-def test_other_families_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="--tp-size 2: the family qwen3_next is not split over ranks yet"):
-        with_ranks(TWO, PRESETS["qwen3_next"].config)
+def test_a_family_that_is_not_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(family_for(QWEN)), "splits_over_ranks", False)
+    with pytest.raises(InvalidValueError, match="--tp-size 2: the family qwen3_moe is not split over ranks yet"):
+        with_ranks(TWO, QWEN)
 
 
 def test_a_gguf_model_is_refused() -> None:

@@ -119,15 +119,16 @@ FAMILIES = (
     *("mixtral", "olmoe", "minimax_m2", "gpt_oss", "llama4", "llama4 without norms"),
     *("glm4_moe", "glm4_moe without norms"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
+    *("qwen3_next", "qwen3_5_moe"),
 )
-FEW_FAMILIES = ["glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v2", "deepseek_v32"]
+FEW_FAMILIES = ["glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v2", "deepseek_v32", "qwen3_5_moe"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", choose(few=FEW_FAMILIES, usual=list(FAMILIES), every=list(FAMILIES)))
 def test_ten_steps_of_other_families(make_session_lab: Any, make_batch: Any, family: str, dtype: torch.dtype) -> None:
     """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once; latent attention, in
-    absorbed order and, with dropout, expanded; with an indexer."""
+    absorbed order and, with dropout, expanded; with an indexer; Gated DeltaNet, a gated shared expert."""
     work = ten_steps(make_batch, {"dropout": 0.1 * (dtype == torch.bfloat16)})
     assert_trained(*on_one_and_on(2, make_session_lab, work, dtype, family=family))
 

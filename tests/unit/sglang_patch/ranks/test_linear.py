@@ -78,12 +78,18 @@ def test_a_layer_that_is_not_split_is_refused(changed: dict[str, Any]) -> None:
 
 
 def test_a_is_whole_and_b_has_the_rank_s_rows() -> None:
-    """SGLang reads the inputs of `down_proj` from the layer, which has them all."""
+    """SGLang may read the inputs of `down_proj` from the layer, which has them all."""
+
+    def whole_a(shape: tuple[int, ...], name: str, asks_layer: bool = False) -> tuple[int, ...]:
+        pool = SimpleNamespace(_dense_local_dim=lambda *_: INPUTS if asks_layer else None)
+        return linear.whole_a(shape, pool, name, None, 8, 0)
+
     with mock.patch.object(group, "num_ranks", lambda: 2):
-        assert linear.whole_a((4, 8, INPUTS // 2), None, "o_proj") == (4, 8, INPUTS)
-        assert linear.whole_a((4, 8, INPUTS), None, "down_proj") == (4, 8, INPUTS)
-        for name in ("o_proj", "down_proj"):
+        for name in ("o_proj", "out_proj", "down_proj"):
+            assert whole_a((4, 8, INPUTS // 2), name) == (4, 8, INPUTS)
             assert linear.own_rows_of_b((4, OUTPUTS, 8), None, name) == (4, OUTPUTS // 2, 8)
+        assert whole_a((4, 8, INPUTS), "down_proj", asks_layer=True) == (4, 8, INPUTS)
+        assert linear.own_rows_of_b((4, OUTPUTS // 2, 8), None, "kv_a_proj_with_mqa") == (4, OUTPUTS, 8)
         for name in ("qkv_proj", "gate_up_proj", "down_proj_moe"):
             shape = (4, 8, 2, 3)
-            assert linear.whole_a(shape, None, name) == linear.own_rows_of_b(shape, None, name) == shape
+            assert whole_a(shape, name) == linear.own_rows_of_b(shape, None, name) == shape
