@@ -110,7 +110,7 @@ def predicted(
     `sent_bytes` in bf16.
 
     Nothing overlaps: neither reading with sending, nor one exchange with another. A layer's experts take as long as on
-    the rank that has the most of a token's.
+    the rank that has the most of a token's. Every rank reads what ranks do not split.
     """
     if traffic is None:
         traffic = sent_bytes(config, num_ranks=num_hosts, activation_bytes=2)
@@ -119,7 +119,8 @@ def predicted(
     num_experts, _, _ = family.expert_shape(config)
     expert = 3 * int(config["hidden_size"]) * int(config["moe_intermediate_size"])
     most = busiest(num_experts, int(config["num_experts_per_tok"]), num_hosts)
-    dense = dense_parameters(config) / num_hosts
+    whole = sum(each.in_features * each.out_features for each in family.lora_modules(config) if each.is_whole)
+    dense = (dense_parameters(config) - whole) / num_hosts + whole
     read = weight_bytes * (dense + moe_layers * most * expert)
     is_alone = num_hosts == 1
     return Prediction(

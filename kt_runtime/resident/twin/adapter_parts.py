@@ -1,8 +1,8 @@
 """Which part of an adapter's tensors a rank trains: B of dense modules by outputs, A and B of routed experts by expert.
 
-All of these are split along their first dimension, evenly and in the ranks' order, or piece by piece. A of dense modules
-is whole on every rank, and so are its gradient and moments, which are equal on all ranks; so is B of a module that ranks
-do not split.
+All of these are split along their first dimension, evenly and in the ranks' order, or piece by piece. A of dense
+modules is whole on every rank, and so are its gradient and moments, which are equal on all ranks; so is B of a module
+that ranks do not split.
 
 With one rank everything is whole. With several, all ranks call `whole`, `norm` and `largest`, in the same order.
 """

@@ -10,6 +10,7 @@ import torch
 
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import family_for
+from kt_runtime.families.models.qwen3_next import Qwen3Next
 from kt_runtime.ranks import Exchange, Pieces, Share
 
 
@@ -56,6 +57,7 @@ def split_rows(config: Mapping[str, Any]) -> dict[str, list[int]]:
     for source in sorted(family.twin_sources(config), key=lambda source: source.start):
         module, size = modules.get(source.name.rpartition(".")[0]), source.stop - source.start
         if source.name.endswith("conv1d.weight"):
+            assert isinstance(family, Qwen3Next)
             key_heads, value_heads, key_size, value_size = family.delta_sizes(config)
             found[source.source] = [key_heads * key_size, key_heads * key_size, value_heads * value_size]
         elif source.name.endswith((".sinks", ".A_log", ".dt_bias")):
