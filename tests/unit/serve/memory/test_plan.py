@@ -35,6 +35,17 @@ def test_cache_per_token_is_latent_for_mla_and_keys_and_values_for_grouped_queri
     assert cached_numbers_per_token(QWEN) == 48 * 2 * 4 * 128
 
 
+def test_every_rank_has_the_latents_and_the_projections_that_make_them() -> None:
+    one, two = (plan_memory(V3, ServingShape(ranks=ranks)) for ranks in (1, 2))
+    cached, dense = "KV cache", "attention and dense weights"
+    assert row(two, cached) == 2 * row(one, cached)
+    assert row(two, dense) - row(one, dense) == 61 * 7168 * (1536 + 512 + 64) * 2
+    hosts = plan_memory(V3, ServingShape(ranks=1, hosts=2))
+    assert row(hosts, cached) == row(one, cached) and 2 * row(hosts, dense) == row(two, dense)
+    one, two = (plan_memory(QWEN, ServingShape(ranks=ranks)) for ranks in (1, 2))
+    assert row(two, cached) == row(one, cached) and row(two, dense) == row(one, dense)
+
+
 def test_experts_are_on_the_cpu_and_the_rest_on_the_gpu_when_there_is_one() -> None:
     plan = plan_memory(V3, ServingShape(device="gpu"))
     assert plan.devices() == ["cpu", "gpu"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from reference.families import PRESETS
 
 from kt_runtime.families import family_for
 from kt_runtime.ranks import Share
@@ -45,3 +46,30 @@ def test_b_is_split_by_outputs_part_by_part_and_experts_by_expert(config: dict[s
                 experts = torch.cat([getattr(half.weights[name, layer], matrix) for half in halves])
                 assert torch.equal(experts, getattr(whole.weights[name, layer], matrix))
     assert halves[0].scaling == whole.scaling and halves[0].adapts_experts
+
+
+@pytest.mark.parametrize(
+    ("family", "linear", "parts"),
+    [
+        ("deepseek_v3", "fused_qkv_a_proj_with_mqa", 0),
+        ("qwen3_next", "in_proj_qkvz", 1),
+        ("qwen3_5_moe_text", "in_proj_qkvz", 4),
+    ],
+)
+def test_b_is_whole_where_the_layer_is_and_split_by_the_kinds_of_its_outputs(
+    family: str, linear: str, parts: int
+) -> None:
+    """Qwen3.5: queries, keys, values, gates; Qwen3-Next has them by key head; latents are not split."""
+    config = dict(PRESETS[family].config)
+    modules = family_for(config).lora_modules(config)
+    whole = build_adapter("id", lora.random_adapter(config, rank=2, alpha=4.0, seed=0), modules, torch.float32)
+    b = whole.weights[linear, 0].b
+    own = [part_of(whole, modules, Share(rank, 2)).weights[linear, 0].b for rank in range(2)]
+    if not parts:
+        assert all(torch.equal(each, b) for each in own)
+        return
+    keys = config.get("linear_num_key_heads", 0) * config.get("linear_key_head_dim", 0)
+    values = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
+    sizes = [keys, keys, values, values] if parts == 4 else [len(b)]
+    expected = zip(*(piece.chunk(2) for piece in b.split(sizes)), strict=True)
+    assert all(torch.equal(each, torch.cat(pieces)) for each, pieces in zip(own, expected, strict=True))
