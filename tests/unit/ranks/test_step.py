@@ -22,6 +22,7 @@ from kt_runtime.experts.step import (
     AdapterRows,
     BatchLora,
     ExpertAdapter,
+    GatedDelta,
     GatedMlp,
     GroupedQuery,
     Latent,
@@ -32,7 +33,7 @@ from kt_runtime.experts.step import (
     StepLayer,
     StepShare,
 )
-from kt_runtime.ranks import Exchange, Share
+from kt_runtime.ranks import Exchange, Pieces, Share
 
 HIDDEN, HEADS, SIZE, EXPERTS, INNER, TOP_K = 48, 6, 8, 6, 36, 3
 QUERY_RANK, LATENT, NOPE, VALUE = 12, 16, 6, 4  # the rotary part of a head has SIZE elements
@@ -43,13 +44,15 @@ KEY = "experts"
 ONE = Share(0, 1)
 
 
-Kind = Literal["plain", "rich", "latent"]
+KEY_SIZE, VALUE_SIZE, TAPS = 8, 4, 3  # of Gated DeltaNet: HEADS key heads, twice as many value heads
+CHANNELS = (HEADS * KEY_SIZE, HEADS * KEY_SIZE, 2 * HEADS * VALUE_SIZE)
+Kind = Literal["plain", "rich", "latent", "delta"]
 
 
 @dataclass
 class Model:
     """All tensors of one process, by name; `experts` of the second layer. "rich": norms of all heads at once, biases,
-    sinks, a window, and shared experts beside the routed ones. "latent": latent attention, and shared experts."""
+    sinks, a window, and shared experts beside the routed ones. "latent": latent attention, and shared experts. "delta": the first layer is Gated DeltaNet."""
 
     tensors: dict[str, Tensor]
     experts: moe.ReferenceExperts
@@ -108,6 +111,20 @@ class Model:
                 f"{layer}.kv_b_b": draw(SLOTS, HEADS * (NOPE + VALUE), RANK),
                 f"{layer}.values_out_a": draw(SLOTS, RANK, HEADS * VALUE),
             }
+        tensors |= {
+            "inputs": draw(sum(CHANNELS) + CHANNELS[2], HIDDEN),
+            "gates": draw(4 * HEADS, HIDDEN),
+            "filter": draw(sum(CHANNELS), TAPS, scale=1),
+            "log_rate": draw(2 * HEADS),
+            "bias": draw(2 * HEADS),
+            "delta_norm": 1 + draw(VALUE_SIZE),
+            "delta_out": draw(HIDDEN, CHANNELS[2]),
+            "inputs_a": draw(SLOTS, 2 * RANK, HIDDEN),
+            "inputs_b": draw(SLOTS, sum(CHANNELS) + CHANNELS[2], RANK),
+            "gates_a": draw(SLOTS, 2 * RANK, HIDDEN),
+            "gates_b": draw(SLOTS, 4 * HEADS, RANK),
+            "delta_out_a": draw(SLOTS, RANK, CHANNELS[2]),
+        }
         return cls(tensors, moe.random_experts(EXPERTS, HIDDEN, INNER, 5), dtype, kind)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -122,6 +139,9 @@ class Part:
         heads = share.of(HEADS, "heads")
         kept = (1, KV_SLOTS, 1, LATENT + SIZE) if model.kind == "latent" else (2, KV_SLOTS, len(heads), SIZE)
         self.kv = [torch.zeros(kept, dtype=model.dtype) for _ in range(2)]
+        own_channels = sum(CHANNELS) // share.num_ranks
+        self.inputs = torch.zeros(2, own_channels, TAPS - 1, dtype=model.dtype)
+        self.states = torch.zeros(2, 2 * len(heads), KEY_SIZE, VALUE_SIZE)
         layers = [self._layer(layer, None) for layer in range(1)] + [self._layer(1, self._experts(directory))]
         lora = LoraPool(slots=SLOTS, rank=RANK, layers=[self._lora(0), self._lora(1)])
         ids = IDS_PER_RANK[share.num_ranks]
@@ -150,6 +170,10 @@ class Part:
         own = [part * size + row for part in range(parts) for row in self._share.of(size, "rows")]
         return tensor.index_select(dim, torch.tensor(own)).contiguous()
 
+    def pieces(self, tensor: Tensor, *sizes: int, dim: int = 0) -> Tensor:
+        """The rank's rows of each part of that size."""
+        return Pieces(self._share, sizes).own(tensor, dim).contiguous()
+
     def _experts(self, directory: str) -> ExpertLayer:
         share = self._share.of(EXPERTS, "experts")
         shape = ExpertShape(EXPERTS, HIDDEN, INNER)
@@ -159,12 +183,33 @@ class Part:
         model, ones = self._model, torch.ones(HIDDEN, dtype=self._model.dtype)
         return StepLayer(
             input_norm=ones,
-            attention=self._latent(layer) if model.kind == "latent" else self._grouped(layer),
+            attention=self._attention(layer),
             post_norm=ones,
             mlp=None
             if experts is not None and model.kind == "plain"
             else GatedMlp(gate_up=self.rows(model["mlp.gate_up"], 2), down=self.rows(model["mlp.down"])),
             routed=None if experts is None else RoutedExperts(gate=model["gate"], bias=None, experts=experts),
+        )
+
+    def _attention(self, layer: int) -> GroupedQuery | Latent | GatedDelta:
+        if self._model.kind == "latent":
+            return self._latent(layer)
+        return self._delta() if self._model.kind == "delta" and layer == 0 else self._grouped(layer)
+
+    def _delta(self) -> GatedDelta:
+        model = self._model
+        return GatedDelta(
+            inputs=self.pieces(model["inputs"], *CHANNELS, CHANNELS[2]),
+            gates=self.rows(model["gates"], 2),
+            filter=self.pieces(model["filter"], *CHANNELS),
+            log_rate=self.rows(model["log_rate"]),
+            bias=self.rows(model["bias"]),
+            norm=model["delta_norm"],
+            out=self.rows(model["delta_out"]),
+            kept_inputs=self.inputs,
+            states=self.states,
+            key_heads=len(self._share.of(HEADS, "heads")),
+            by_key_head=False,
         )
 
     def _grouped(self, layer: int) -> GroupedQuery:
@@ -199,16 +244,17 @@ class Part:
 
     def _lora(self, layer: int) -> LayerLora:
         model = self._model
-        own = (
-            self._latent_lora(layer)
-            if model.kind == "latent"
-            else {
+        if model.kind == "latent":
+            own = self._latent_lora(layer)
+        elif model.kind == "delta" and layer == 0:
+            own = self._delta_lora()
+        else:
+            own = {
                 "qkv_a": model[f"{layer}.qkv_a"],
                 "qkv_b": self.rows(model[f"{layer}.qkv_b"], 3, 1),
                 "out_a": model[f"{layer}.out_a"],
                 "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
             }
-        )
         if layer == 0 or model.kind != "plain":
             own |= {
                 "mlp_gate_up_a": model["mlp.gate_up_a"],
@@ -232,6 +278,17 @@ class Part:
             "kv_b_b": self.rows(model[f"{layer}.kv_b_b"], 1, 1),
             "out_a": model[f"{layer}.values_out_a"],
             "out_b": self.rows(model[f"{layer}.out_b"], 1, 1),
+        }
+
+    def _delta_lora(self) -> dict[str, Tensor]:
+        model = self._model
+        return {
+            "inputs_a": model["inputs_a"],
+            "inputs_b": self.pieces(model["inputs_b"], *CHANNELS, CHANNELS[2], dim=1),
+            "gates_a": model["gates_a"],
+            "gates_b": self.rows(model["gates_b"], 2, 1),
+            "out_a": model["delta_out_a"],
+            "out_b": self.rows(model["0.out_b"], 1, 1),
         }
 
     def run(self, spoiled: bool = False) -> list[Tensor]:
@@ -258,7 +315,8 @@ class Part:
         positions = torch.cat([torch.arange(prefix, prefix + new) for _, new, prefix, _ in rows.tolist()])
         places = torch.cat([torch.full((new,), place) for _, new, _, place in rows.tolist()])
         slots = table[places, positions].long()
-        hidden, refused = self.step.run(ids, positions, slots, Sequences(rows, table), lora)
+        states = rows[:, 3].contiguous() if self._model.kind == "delta" else None
+        hidden, refused = self.step.run(ids, positions, slots, Sequences(rows, table), lora, states=states)
         return [hidden, torch.tensor(sorted(refused))]
 
 
@@ -275,7 +333,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("of", ["plain", "rich", "latent"])
+@pytest.mark.parametrize("of", ["plain", "rich", "latent", "delta"])
 def test_the_step_over_ranks_has_the_bits_of_one_process(
     num_ranks: int, dtype: torch.dtype, kind: str, of: Kind
 ) -> None:
