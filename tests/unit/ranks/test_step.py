@@ -52,7 +52,8 @@ Kind = Literal["plain", "rich", "latent", "delta"]
 @dataclass
 class Model:
     """All tensors of one process, by name; `experts` of the second layer. "rich": norms of all heads at once, biases,
-    sinks, a window, and shared experts beside the routed ones. "latent": latent attention, and shared experts. "delta": the first layer is Gated DeltaNet."""
+    sinks, a window, and shared experts beside the routed ones. "latent": latent attention, and shared experts.
+    "delta": the first layer is Gated DeltaNet; shared experts."""
 
     tensors: dict[str, Tensor]
     experts: moe.ReferenceExperts
