@@ -159,7 +159,12 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held) // shape.hosts),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
         MemoryNeed("KV cache", device, cached_bytes, (shape.tokens_option,)),
-        MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
+        MemoryNeed(
+            "states of linear attention",
+            device,
+            _state_bytes(config, shape) // shape.hosts,
+            ("--max-running-requests",),
+        ),
         *_cache_needs(config, shape),
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
         _trained_need(device, masters, shape.session_memory_bytes),

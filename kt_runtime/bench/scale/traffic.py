@@ -30,6 +30,7 @@ from typing import Any
 
 from kt_runtime.families import Family, family_for
 
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj")  # of attention, of Gated DeltaNet
 SUMMED_TWICE = 2.0
 EXPERT_BYTES = 4  # float32
 
@@ -55,10 +56,11 @@ def sent_bytes(config: Mapping[str, Any], *, num_ranks: int, activation_bytes: i
     moe_layers, num_layers = len(family.moe_layers(config)), int(config["num_hidden_layers"])
     others = (num_ranks - 1) / num_ranks
     experts = EXPERT_BYTES * int(config["num_experts_per_tok"]) * hidden / num_ranks
-    attention, normed = _attention_width(config), _normed_together(family, config)
+    normed = _normed_together(family, config)
+    attention = sum(each.in_features for each in family.lora_modules(config) if each.projection in OUTPUT_PROJECTIONS)
     dense = (num_layers - moe_layers) * family.dense_intermediate(config) if num_layers > moe_layers else 0
     shared = moe_layers * family.shared_intermediate(config)
-    widths = num_layers * (attention + normed) + dense + shared
+    widths = attention + num_layers * normed + dense + shared
     gathered = activation_bytes * (widths + int(config["vocab_size"]))
     sums = activation_bytes * hidden * (2 * num_layers + 1)
     exchanges = (6 if normed else 4) * num_layers + (moe_layers if shared else 0) + 2
