@@ -357,7 +357,7 @@ def split_attention(attention: Any, exchange: Exchange) -> None:
         norm = getattr(attention, name, None)
         if norm is not None and norm.weight.shape[0] != attention.head_dim:
             norm.__class__, norm.exchange = SplitNorm, exchange
-    if not hasattr(attention, "q_b_proj"):  # whose input is another one (`Heads.entered`)
+    if getattr(attention, "q_b_proj", None) is None:  # whose input is another one (`Heads.entered`)
         _enter(attention, exchange)
 
 
