@@ -31,7 +31,8 @@ STEPS = 10
 LENGTHS = (1, 7, 33, 150)  # in chunks of 64 tokens, windows of 16 and chunks of attention of 48
 SPLIT = [family.name for family in FAMILIES if family.splits_over_ranks and family.name != "qwen3_moe"]
 FEW = ["glm4_moe", "gpt_oss"]  # dense layers, shared experts, biases, sinks, windows
-USUAL = [*FEW, "olmoe"]  # SGLang's modules of OLMoE sum up over ranks themselves
+USUAL = [*FEW, "olmoe", "deepseek_v3", "qwen3_5_moe_text"]
+"""SGLang's modules of OLMoE sum up over ranks themselves; latent attention; Gated DeltaNet."""
 
 
 @contextlib.contextmanager
