@@ -14,6 +14,7 @@ from reference.lora import random_adapter, write_adapter
 from reference.resident.engine import LORA, Engine, sessions_of, train
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
+from kt_runtime.families.models.deepseek import DeepseekV3
 from kt_runtime.ranks import Share
 from kt_runtime.resident.handlers import RanksDiffer
 from kt_runtime.resident.server import Resident
@@ -45,9 +46,10 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
 
 
 def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
-    make_host: Callable[..., Any], tmp_path: Path
+    make_host: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, other = make_host(), make_host()
+    monkeypatch.setattr(DeepseekV3, "splits_over_ranks", False)
+    host, other = make_host("deepseek_v3"), make_host("deepseek_v3")
     for each in (host, other):
         each.num_ranks, each.exchange = 2, SimpleNamespace(share=Share(0, 2))
     (tmp_path / "0").mkdir()
@@ -57,7 +59,7 @@ def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
     follower = Resident(other, engine.settings, None)
     try:
         with engine.client() as client:
-            with pytest.raises(ConflictError, match=r"2 ranks .* serve only: the family deepseek_v3 is not trained"):
+            with pytest.raises(ConflictError, match=r"2 ranks .* serve only: the family deepseek_v3 is not split"):
                 client.create_session("a", LORA)
             loaded = client.load_adapter("bob", str(path))
             status = client.status()
