@@ -5,6 +5,7 @@ modules in place of the native step."""
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from reference.server.greedy import Answer, ask
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
-from kt_runtime.families import FAMILIES
+from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import STEP_RUNNING, LoraSettings
@@ -38,7 +39,9 @@ USUAL = [*FEW, "olmoe", "deepseek_v3", "qwen3_5_moe_text"]
 @contextlib.contextmanager
 def running(directory: Path, name: str, *options: str) -> Iterator[ServerAPI]:
     arguments = ["--expert-threads", "1", "--max-lora-rank", "8", "--adapter-dir", str(directory / f"{name}-adapters")]
-    passed_on = ["--", "--chunked-prefill-size", "64", "--page-size", "8"]
+    config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+    pages = [] if family_for(config).keeps_states else ["--page-size", "8"]
+    passed_on = ["--", "--chunked-prefill-size", "64", *pages]
     with server(str(directory / "model"), [*arguments, *options, *passed_on], directory / f"{name}.log") as api:
         yield api
 
