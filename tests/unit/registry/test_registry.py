@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -227,6 +228,28 @@ def test_a_full_disk_ends_a_publication_and_leaves_nothing(
             publish(registry, version, 2)
     assert registry.place.keys("") == before and registry.revisions() == {"bob": [1]}
     assert publish(registry, version, 2).revision == 2
+
+
+def test_a_file_that_can_not_be_written_ends_the_publication_once_no_other_is_being_written(
+    opened: Open, version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written at once: the one that goes on longer must not appear after the others were removed."""
+    one, failed = opened("one"), threading.Event()
+    upload, names = one.place.upload, sorted(path.name for path in version(1).iterdir())
+    assert len(names) > 1
+
+    def uploaded(key: str, source: Path) -> tuple[int, str]:
+        if source.name == names[0]:
+            failed.set()
+            raise OSError(errno.EIO, "the store does not answer")
+        assert failed.wait(60)
+        return upload(key, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.place, "upload", uploaded)
+        with pytest.raises(OSError, match="does not answer"):
+            publish(one, version, 1)
+    assert one.place.keys("data") == [] and one.revisions() == {}
 
 
 def test_what_failed_between_files_and_manifest_is_removed_by_the_next_publication(
