@@ -24,6 +24,7 @@ from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.wire.messages import STEP_RUNNING
 
 PROMPTS = ([5, 6, 7], list(range(3, 150)), [9])
 CONFIG = load_preset("tiny-qwen3-moe").config
@@ -111,7 +112,7 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
 ) -> None:
     """Of the shapes of bench-qwen3-moe. What ranks send depends neither on the number of experts nor on their width."""
     preset = load_preset("bench-qwen3-moe")
-    config = {**preset.config, "num_experts": 8, "moe_intermediate_size": 32}
+    config = {**preset.config, "num_experts": 8, "moe_intermediate_size": 64}
     preset = msgspec.structs.replace(preset, config=config)
     make_model(preset, tmp_path / "model")
     needed = sent_bytes(preset.config, num_ranks=2, activation_bytes=2).needed
@@ -119,6 +120,7 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}}
     with pair(tmp_path, ends, "thin") as hosts:
         ready(hosts)
+        assert hosts.api.get("/kt/status")["step"] == STEP_RUNNING
         hosts.api.post("/generate", body)
         before = [end.sent_bytes() for end in ends]
         hosts.api.post("/generate", body)
