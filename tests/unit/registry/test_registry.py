@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -317,17 +318,18 @@ def test_what_went_into_another_directory_in_the_registry_s_place_is_not_publish
 
 
 def publish_and_die(root: str, directory: str, before: str) -> None:
-    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`."""
+    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`, when one file
+    is there."""
     registry = Registry(open_place(root, "killed"), "killed")
-    calls = 0
+    calls, is_there = itertools.count(1), threading.Event()
     original = getattr(registry.place, before)
 
     def die(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if before == "create" or calls == 2:
+        if before == "create" or (next(calls) == 2 and is_there.wait(60)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments)
+        found = original(*arguments)
+        is_there.set()
+        return found
 
     setattr(registry.place, before, die)
     registry.publish("bob", hash_of(2), Path(directory), base=BASE)
