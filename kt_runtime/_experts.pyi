@@ -1,6 +1,6 @@
 """The compiled module (csrc/bind/module.cpp). Private: use kt_runtime.experts. Tensors arrive as DLPack capsules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 class NativeError(RuntimeError):

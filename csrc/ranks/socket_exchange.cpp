@@ -104,8 +104,8 @@ Status SocketExchange::gather_rows(const TensorView& own, const std::vector<int6
   char* place = out.as<char>();
   for (int other = 0; other < num_ranks(); ++other) {
     const int64_t count = counts[static_cast<size_t>(other)];
-    sent.push_back({{own.as<char>() + (takes_all ? 0 : other * taken), own.shape[0], taken, own.strides[0] * element},
-                    kRows});
+    sent.push_back(
+        {{own.as<char>() + (takes_all ? 0 : other * taken), own.shape[0], taken, own.strides[0] * element}, kRows});
     received.push_back({{place, count, taken, stride}, kRows});
     place += count * stride;
   }

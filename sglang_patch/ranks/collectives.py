@@ -1,9 +1,9 @@
 """What SGLang's ranks send each other for each token goes through the exchange, not through gloo.
 
 Symbols (SGLang 0.5.23): `distributed.parallel_state.GroupCoordinator.all_gather`, by which the head's logits are
-gathered; `layers.sampler.Sampler._sync_token_ids_across_tp`, which takes the smallest of the ranks' tokens. Reason: gloo
-takes some hundred microseconds where shared memory takes a few, and sends three messages for one between machines. What
-else SGLang sends stays gloo's.
+gathered; `layers.sampler.Sampler._sync_token_ids_across_tp`, which takes the smallest of the ranks' tokens. Reason:
+gloo takes some hundred microseconds where shared memory takes a few, and sends three messages for one between machines.
+What else SGLang sends stays gloo's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The prefix cache's host tier over two ranks, each of which holds the keys and values of its heads: a prefix comes back
-with the bits that one process computed."""
+"""The prefix cache's host tier over two ranks, each of which holds the keys and values of its heads: a prefix comes
+back with the bits that one process computed."""
 
 from __future__ import annotations
 

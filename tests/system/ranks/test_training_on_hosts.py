@@ -1,5 +1,5 @@
-"""Two hosts train with the bits of one process: losses, log-probabilities, norms, versions, answers, a checkpoint's files;
-and either continues from the other's checkpoint."""
+"""Two hosts train with the bits of one process: losses, log-probabilities, norms, versions, answers, a checkpoint's
+files; and they continue from its checkpoint and from their own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_hosts_train_with_the_bits_of_one_process(
-    directory: Path, ends: tuple[network.End, network.End]
-) -> None:
+def test_two_hosts_train_with_the_bits_of_one_process(directory: Path, ends: tuple[network.End, network.End]) -> None:
     with running(directory, "one", "--dtype", "bfloat16") as api:
         expected = trained(api, directory, "one")
         further = continued(api, directory / "one")

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -78,10 +78,8 @@ def test_every_rank_is_connected_with_every_other_one_and_strangers_are_left_alo
         ]
     for stranger in strangers:
         stranger.settimeout(SECONDS)
-        try:
+        with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""  # closed, without an answer
-        except ConnectionResetError:
-            pass
 
 
 def test_who_listens_without_the_secret_is_no_rank(kept: ExitStack) -> None:
@@ -91,7 +89,7 @@ def test_who_listens_without_the_secret_is_no_rank(kept: ExitStack) -> None:
         link, _ = sockets[0].accept()
         with link:
             link.sendall(bytes(SECRET_BYTES))
-            with pytest.raises(ConnectionError, match="who listens at 127.0.0.1:.* is not rank 0"):
+            with pytest.raises(ConnectionError, match=r"who listens at 127\.0\.0\.1:\d+ is not rank 0"):
                 found.result(SECONDS)
 
 

@@ -318,8 +318,8 @@ def test_what_went_into_another_directory_in_the_registry_s_place_is_not_publish
 
 
 def publish_and_die(root: str, directory: str, before: str) -> None:
-    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`, when one file
-    is there."""
+    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`, when one
+    file is there."""
     registry = Registry(open_place(root, "killed"), "killed")
     calls, is_there = itertools.count(1), threading.Event()
     original = getattr(registry.place, before)
