@@ -70,7 +70,7 @@ def sockets_of(group: dist.ProcessGroup, address: str, connect_s: float = CONNEC
         _raise_for_all(group, problem)
         assert listening is not None
         links: dict[int, socket.socket] = {}
-        kept.callback(lambda: [link.close() for link in links.values()])
+        kept.callback(_close, links)
         try:
             connect(listening, places, share.rank, links, connect_s)
         except OSError as error:
@@ -98,6 +98,12 @@ def connect(
     for link in links.values():
         for level, option, value in OPTIONS:
             link.setsockopt(level, option, value)
+
+
+def _close(links: dict[int, socket.socket]) -> None:
+    """Nothing, of those that the exchange has."""
+    for link in links.values():
+        link.close()
 
 
 def _answer(link: socket.socket, deadline: float) -> bytes:
