@@ -1,6 +1,6 @@
 """The compiled module (csrc/bind/module.cpp). Private: use kt_runtime.experts. Tensors arrive as DLPack capsules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 class NativeError(RuntimeError):
@@ -190,22 +190,14 @@ class Exchange:
         """Through a file of `file_bytes` zeros that all ranks have open; the descriptor stays the caller's."""
 
     @staticmethod
-    def called(
-        rank: int,
-        num_ranks: int,
-        all_gather: Callable[[memoryview, memoryview], None],
-        all_to_all: Callable[[memoryview, memoryview, list[int], list[int]], None],
-        /,
-    ) -> Exchange:
-        """Through functions: all_gather(received, sent), all_to_all(received, sent, received_bytes, sent_bytes)."""
+    def connected(rank: int, sockets: Sequence[int], names: Sequence[str], /) -> Exchange:
+        """Through connected sockets to the other ranks, in the ranks' order, which are the exchange's from now on."""
 
     @staticmethod
     def file_bytes(num_ranks: int, /) -> int: ...
     def gather_columns(self, matrix: Any, /) -> None: ...
     def gather_rows(self, own: Any, counts: Sequence[int], out: Any, /) -> None: ...
     def give_up(self) -> None: ...
-    @property
-    def is_near(self) -> bool: ...
     @property
     def waited_seconds(self) -> float: ...
     @property

@@ -3,103 +3,20 @@
 #include <pybind11/stl.h>
 #include <sys/types.h>
 
-#include <algorithm>
-#include <chrono>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "base/memory.h"
 #include "bind/binders.h"
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "ranks/shared_exchange.h"
+#include "ranks/socket_exchange.h"
 
 namespace py = pybind11;
 
 namespace kt {
 namespace {
-
-// Rows of `bytes` each.
-void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t rows, int64_t bytes) {
-  for (int64_t row = 0; row < rows; ++row)
-    std::memcpy(to + row * to_stride, from + row * from_stride, static_cast<size_t>(bytes));
-}
-
-// Through Python functions that move bytes, such as those of torch.distributed. They get memoryviews.
-class CalledExchange final : public Exchange {
- public:
-  // all_gather(received, sent): the same number of bytes of each rank, in the ranks' order.
-  // all_to_all(received, sent, received_bytes, sent_bytes): a part for each rank, one of each; lists have their bytes.
-  CalledExchange(int rank, int num_ranks, py::function all_gather, py::function all_to_all)
-      : Exchange(rank, num_ranks), all_gather_(std::move(all_gather)), all_to_all_(std::move(all_to_all)) {}
-
-  bool is_near() const override { return false; }
-
-  Status gather_columns(const TensorView& matrix) override {
-    const int64_t element = dtype_bytes(matrix.dtype), stride = matrix.strides[0] * element;
-    const int64_t rows = matrix.shape[0], bytes = matrix.shape[1] / num_ranks() * element;
-    if (rows * bytes == 0) return failure_;
-    note_sent(rows, bytes);
-    char* const data = matrix.as<char>();
-    char* const sent = sent_.reserve<char>(rows * bytes);
-    char* const received = received_.reserve<char>(num_ranks() * rows * bytes);
-    copy_rows(data + rank() * bytes, stride, sent, bytes, rows, bytes);
-    KT_RETURN_IF_ERROR(
-        call([&] { all_gather_(memory(received, num_ranks() * rows * bytes), memory(sent, rows * bytes)); }));
-    for (int other = 0; other < num_ranks(); ++other)
-      copy_rows(received + other * rows * bytes, bytes, data + other * bytes, stride, rows, bytes);
-    return {};
-  }
-
-  Status gather_rows(const TensorView& own, const std::vector<int64_t>& counts, const TensorView& out) override {
-    const int64_t element = dtype_bytes(own.dtype), taken = out.shape[1] * element;
-    const bool takes_all = out.shape[1] == own.shape[1];
-    std::vector<int64_t> received_bytes, sent_bytes(counts.size(), own.shape[0] * taken);
-    int64_t rows = 0;
-    for (const int64_t count : counts) {
-      received_bytes.push_back(count * taken);
-      rows += count;
-    }
-    if (rows * taken == 0) return failure_;
-    note_sent(own.shape[0], taken);
-    char* const sent = sent_.reserve<char>(std::max<int64_t>(num_ranks() * own.shape[0] * taken, 1));
-    char* const received = received_.reserve<char>(rows * taken);
-    for (int other = 0; other < num_ranks(); ++other)
-      copy_rows(own.as<char>() + (takes_all ? 0 : other * taken), own.strides[0] * element,
-                sent + other * own.shape[0] * taken, taken, own.shape[0], taken);
-    KT_RETURN_IF_ERROR(call([&] {
-      all_to_all_(memory(received, rows * taken), memory(sent, num_ranks() * own.shape[0] * taken), received_bytes,
-                  sent_bytes);
-    }));
-    copy_rows(received, taken, out.as<char>(), out.strides[0] * element, rows, taken);
-    return {};
-  }
-
- private:
-  static py::memoryview memory(char* data, int64_t bytes) {
-    return py::memoryview::from_memory(static_cast<void*>(data), bytes);
-  }
-
-  template <class Body>
-  Status call(Body&& body) {
-    KT_RETURN_IF_ERROR(failure_);
-    const py::gil_scoped_acquire acquire;
-    const auto began = std::chrono::steady_clock::now();
-    try {
-      body();
-      note_wait(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-    } catch (const py::error_already_set& error) {
-      failure_ = {StatusCode::kLostRank, std::string("the connection of the ranks has failed: ") + error.what()};
-    }
-    return failure_;
-  }
-
-  const py::function all_gather_, all_to_all_;
-  AlignedBuffer sent_, received_;
-  Status failure_;
-};
 
 class NativeExchange {
  public:
@@ -113,9 +30,12 @@ class NativeExchange {
     check(SharedExchange::open(descriptor, processes, rank, patience_seconds, &opened));
     return NativeExchange(std::move(opened));
   }
-  static NativeExchange called(int rank, int num_ranks, py::function all_gather, py::function all_to_all) {
-    return NativeExchange(
-        std::make_shared<CalledExchange>(rank, num_ranks, std::move(all_gather), std::move(all_to_all)));
+  static NativeExchange connected(int rank, const std::vector<int>& sockets, const std::vector<std::string>& names) {
+    if (sockets.size() != names.size() || rank < 0 || rank >= static_cast<int>(sockets.size()))
+      throw BindError{"invalid_value", "rank is " + std::to_string(rank) + "; there are " +
+                                           std::to_string(sockets.size()) + " sockets and " +
+                                           std::to_string(names.size()) + " names"};
+    return NativeExchange(std::make_shared<SocketExchange>(rank, sockets, names));
   }
 
   void gather_columns(py::handle matrix) const {
@@ -141,7 +61,6 @@ class NativeExchange {
   }
 
   void give_up() const { exchange_->give_up(); }
-  bool is_near() const { return exchange_->is_near(); }
   double waited_seconds() const { return exchange_->waited_seconds(); }
   int64_t sent_bytes() const { return exchange_->sent_bytes(); }
   const std::shared_ptr<Exchange>& get() const { return exchange_; }
@@ -176,12 +95,11 @@ std::shared_ptr<Exchange> exchange_of(const py::handle& object) {
 void bind_ranks(py::module_& module) {
   py::class_<NativeExchange>(module, "Exchange")
       .def_static("shared", &NativeExchange::shared)
-      .def_static("called", &NativeExchange::called)
+      .def_static("connected", &NativeExchange::connected)
       .def_static("file_bytes", &SharedExchange::file_bytes)
       .def("gather_columns", &NativeExchange::gather_columns)
       .def("gather_rows", &NativeExchange::gather_rows)
       .def("give_up", &NativeExchange::give_up)
-      .def_property_readonly("is_near", &NativeExchange::is_near)
       .def_property_readonly("waited_seconds", &NativeExchange::waited_seconds)
       .def_property_readonly("sent_bytes", &NativeExchange::sent_bytes);
 }

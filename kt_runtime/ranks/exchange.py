@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from kt_runtime import _experts
-from kt_runtime.ranks.native import NativeExchange, native_of
 from kt_runtime.ranks.share import Share
 
 
@@ -37,10 +35,3 @@ class Exchange(Protocol):
         """rows [counts[rank], C] of each rank -> [sum of counts, C / N]: this rank's columns of the rows of rank 0,
         then of rank 1, and so on."""
         ...
-
-
-class GroupExchange(NativeExchange):
-    """Through a group of torch.distributed, which gloo connects on CPUs. Bytes are moved, nothing is added up."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(Share(dist.get_rank(group), dist.get_world_size(group)), native_of(group))

@@ -1,7 +1,7 @@
 """The exchange of ranks as the native step calls it, and tensors through it.
 
-Two ways (csrc/ranks): memory that the processes of one machine share, and functions that move bytes, such as those of
-torch.distributed, for ranks on several machines.
+Two ways (csrc/ranks): memory that the processes of one machine share (`shared_memory_of`), and sockets between ranks of
+several machines (`connections.py`).
 """
 
 from __future__ import annotations
@@ -57,18 +57,6 @@ class NativeExchange:
         return received
 
 
-def native_of(group: dist.ProcessGroup) -> _experts.Exchange:
-    """Through the group's own collectives, which gloo makes on CPUs."""
-
-    def all_gather(received: memoryview, sent: memoryview) -> None:
-        dist.all_gather_into_tensor(_bytes(received), _bytes(sent), group=group)
-
-    def all_to_all(received: memoryview, sent: memoryview, received_bytes: list[int], sent_bytes: list[int]) -> None:
-        dist.all_to_all_single(_bytes(received), _bytes(sent), received_bytes, sent_bytes, group=group)
-
-    return _experts.Exchange.called(dist.get_rank(group), dist.get_world_size(group), all_gather, all_to_all)
-
-
 def shared_memory_of(group: dist.ProcessGroup, patience_seconds: float = PATIENCE_SECONDS) -> NativeExchange:
     """Of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all ranks, if one
     of them can't reach the memory.
@@ -117,7 +105,3 @@ def _opened(pid: int, number: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _bytes(memory: memoryview) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)

@@ -93,6 +93,7 @@ class DirectoryPlace:
 
     def __init__(self, root: Path, replica: str) -> None:
         self.root, self._unfinished = root, root / UNFINISHED / replica
+        self._durable: set[Path] = set()  # directories whose names this process has made durable
 
     def keys(self, prefix: str) -> list[str]:
         if not self.root.is_dir():
@@ -138,10 +139,14 @@ class DirectoryPlace:
             return opened.tell(), digest.hexdigest()
 
     def sync(self, prefix: str) -> None:
-        for directory in (self.root / prefix, *(self.root / prefix).parents):
+        directory = self.root / prefix
+        fsync_directory(directory)
+        made = []
+        while directory != self.root and directory not in self._durable:
+            made.append(directory)
+            directory = directory.parent
             fsync_directory(directory)
-            if directory == self.root:
-                return
+        self._durable.update(made)
 
     def download(self, key: str, target: Path) -> tuple[int, str]:
         digest = hashlib.sha256()
@@ -150,6 +155,7 @@ class DirectoryPlace:
 
     def remove(self, prefix: str) -> None:
         path = self.root / prefix
+        self._durable.discard(path)
         try:
             path.unlink()
         except FileNotFoundError:
@@ -187,6 +193,7 @@ class DirectoryPlace:
         for each in reversed(missing[:-1]):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
+                self._durable.discard(each)
 
 
 class ObjectPlace:

@@ -67,7 +67,7 @@ class ServingShape:
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
     the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
     model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
-    KV cache are split evenly, but for the latents and their projections, which each rank has whole.
+    KV cache with its host tier are split evenly, but for the latents and their projections, which each rank has whole.
     """
 
     device: Device = "cpu"
@@ -250,7 +250,7 @@ def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryN
     is_staged = shape.device == "gpu" and not config.get("kv_lora_rank")
     staged_pages = min(STAGED_PAGES, cache.host_tokens // cache.page_tokens) if is_staged else 0
     return [
-        MemoryNeed("prefix cache's host tier", "cpu", cache.host_bytes, ("--cache-host",)),
+        MemoryNeed("prefix cache's host tier", "cpu", cache.host_bytes // shape.hosts, ("--cache-host",)),
         MemoryNeed("pages on their way to the host tier", "gpu", staged_pages * cache.page_bytes),
         MemoryNeed("prefix cache's disk buffers and index", "cpu", cache.disk_memory_bytes, ("--cache-disk",)),
     ]

@@ -36,8 +36,10 @@ from kt_runtime.serve.registry.state import Pending, State, StateFile
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 4
-STORING_SECONDS = 0.03
-"""Between two looks for a version that the resident is writing; the shortest pause between two at the registry."""
+STORING_SECONDS = 0.01
+"""Between two looks for a version that the resident is writing."""
+LEAST_PAUSE_SECONDS = 0.03
+"""Between two looks at the registry."""
 PATIENCE_SECONDS = 2.0
 """After so long, the report says why a version is not on disk."""
 RETRY_SECONDS = 1.0
@@ -162,7 +164,7 @@ class Replica:
                 return RETRY_SECONDS
             waiting = [each.not_before for each in self._names.values() if each.pending and not each.is_busy]
         looks_s = min(LAST_PAUSE_SECONDS, max(self._registry.place.poll_s, self._looked_s / LONGEST_SHARE))
-        return max(STORING_SECONDS, min([looks_s, *(at - self._clock() for at in waiting)]))
+        return max(LEAST_PAUSE_SECONDS, min([looks_s, *(at - self._clock() for at in waiting)]))
 
     def _tell(self, problem: str | None) -> None:
         with self._lock:

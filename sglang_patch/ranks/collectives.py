@@ -1,9 +1,9 @@
-"""What SGLang's ranks of one machine send each other for each token goes through the exchange, not through gloo.
+"""What SGLang's ranks send each other for each token goes through the exchange, not through gloo.
 
 Symbols (SGLang 0.5.23): `distributed.parallel_state.GroupCoordinator.all_gather`, by which the head's logits are
-gathered; `layers.sampler.Sampler._sync_token_ids_across_tp`, which takes the smallest of the ranks' tokens. Reason: a
-call of gloo over the loopback interface takes some hundred microseconds, the exchange a few. What else SGLang sends
-stays gloo's.
+gathered; `layers.sampler.Sampler._sync_token_ids_across_tp`, which takes the smallest of the ranks' tokens. Reason:
+gloo takes some hundred microseconds where shared memory takes a few, and sends three messages for one between machines.
+What else SGLang sends stays gloo's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kt_runtime.ranks import Exchange
 from kt_runtime.ranks.native import DTYPES
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.ranks import group
@@ -34,7 +33,7 @@ def all_gather(
     original: Callable[..., Any], coordinator: Any, input_: torch.Tensor, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
     """[T, C] of each rank -> [T, N * C]; other shapes, types and groups are left to SGLang."""
-    exchange = near_exchange()
+    exchange = group.exchange()
     is_plain = not args and not kwargs and input_.dim() == 2 and dim in (-1, 1) and input_.dtype in DTYPES
     if exchange is None or not is_plain or coordinator.world_size != exchange.share.num_ranks:
         return original(coordinator, input_, dim, *args, **kwargs)
@@ -43,14 +42,8 @@ def all_gather(
 
 def smallest_tokens(original: Callable[..., Any], sampler: Any, tokens: torch.Tensor, info: Any) -> None:
     """[B], in place."""
-    exchange = near_exchange()
+    exchange = group.exchange()
     if exchange is None:
         original(sampler, tokens, info)
     else:
         tokens.copy_(exchange.all_columns(tokens.view(-1, 1)).amin(1))
-
-
-def near_exchange() -> Exchange | None:
-    """None with one rank, or where gloo connects them."""
-    exchange = group.exchange()
-    return exchange if exchange is not None and exchange.native.is_near else None

@@ -1,4 +1,4 @@
-"""Real ranks on this machine: forks of the test's process, connected by gloo, which may share memory as well."""
+"""Real ranks on this machine: forks of the test's process, which exchange through sockets or shared memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kt_runtime.ranks import Exchange, GroupExchange, shared_memory_of
+from kt_runtime.ranks import Exchange, shared_memory_of, sockets_of
 
 SECONDS = 120.0
-KINDS = ("gloo", "memory")
-"""Of exchanges: through gloo, through shared memory."""
+KINDS = ("sockets", "memory")
+"""Of exchanges: as between machines, and within one."""
 
 
-def run_ranks(num_ranks: int, work: Callable[[Exchange], Any], kind: str = "gloo") -> list[Any]:
+def run_ranks(num_ranks: int, work: Callable[[Exchange], Any], kind: str = "sockets") -> list[Any]:
     """`work(exchange)` of every rank at once, in a process of its own; the results in the ranks' order. `kind`: one of
     KINDS.
 
@@ -71,7 +71,8 @@ def _rank(
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/met", rank=rank, world_size=num_ranks)
         assert dist.group.WORLD is not None
-        exchange = GroupExchange(dist.group.WORLD) if kind == "gloo" else shared_memory_of(dist.group.WORLD)
+        world = dist.group.WORLD
+        exchange = sockets_of(world, "127.0.0.1") if kind == "sockets" else shared_memory_of(world)
         # `send` would leave a tensor's memory with this process, which ends.
         connection.send_bytes(pickle.dumps(("", work(exchange))))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What real ranks send each other: through gloo, and through shared memory."""
+"""What real ranks send each other: through sockets, and through shared memory."""
 
 from __future__ import annotations
 
@@ -96,14 +96,15 @@ def test_a_row_that_fits_no_buffer_is_refused() -> None:
     )
 
 
-def test_ranks_that_do_something_else_do_not_get_each_others_bytes() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_do_something_else_do_not_get_each_others_bytes(kind: str) -> None:
     def work(exchange: Exchange) -> str:
         with pytest.raises(LostRankError) as raised:
             exchange.all_columns(torch.zeros((1 + exchange.share.rank, 2)))
         return str(raised.value)
 
-    for message in run_ranks(2, work, "memory"):
-        assert "computes something else than this rank" in message or "has given up" in message
+    for message in run_ranks(2, work, kind):
+        assert "computes something else than this rank" in message or "given up" in message
 
 
 def partner(act: Callable[[], None]) -> int:
@@ -176,7 +177,8 @@ def end_later(pid: int, seconds: float) -> None:
     partner(end)
 
 
-def test_a_rank_that_gives_up_is_named() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_gives_up_is_named(kind: str) -> None:
     def work(exchange: Exchange) -> Any:
         if exchange.share.rank == 1:
             exchange.native.give_up()
@@ -185,14 +187,5 @@ def test_a_rank_that_gives_up_is_named() -> None:
             exchange.all_columns(torch.zeros((1, 2)))
         return str(raised.value)
 
-    message, _ = run_ranks(2, work, "memory")
-    assert message.startswith("rank 1 (process ") and message.endswith("has given up; its own message has the reason")
-
-
-def test_a_failure_of_gloo_is_a_lost_rank() -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    exchange = NativeExchange(Share(0, 2), _experts.Exchange.called(0, 2, fail, fail))
-    with pytest.raises(LostRankError, match=r"the connection of the ranks has failed: .*Connection closed by peer"):
-        exchange.all_columns(torch.zeros((1, 2)))
+    message, _ = run_ranks(2, work, kind)
+    assert message.startswith("rank 1 (process ") and message.endswith("given up; its own message has the reason")

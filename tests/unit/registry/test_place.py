@@ -57,6 +57,31 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == [(True, []), (False, there), (False, there), (False, there)]  # the file, then bob, names, the root
 
 
+def test_only_directories_with_a_new_name_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publication waits for each of them."""
+    place = DirectoryPlace(tmp_path, "one")
+    synced: list[str] = []
+
+    def note(directory: Path) -> None:
+        synced.append(str(directory.relative_to(tmp_path)))
+
+    monkeypatch.setattr("kt_runtime.registry.place.fsync_directory", note)
+
+    def created(key: str) -> list[str]:
+        synced.clear()
+        assert place.create(key, b"x")
+        return list(synced)
+
+    assert created("names/bob/1.json") == ["names/bob", "names", "."]
+    assert created("names/bob/2.json") == ["names/bob"]
+    assert created("names/alice/1.json") == ["names/alice", "names"]
+    assert created("data/one/a/file") == ["data/one/a", "data/one", "data", "."]
+    place.remove("data/one/a")
+    assert created("data/one/a/file") == ["data/one/a", "data/one"]
+    DirectoryPlace(tmp_path, "two").remove("names/alice")  # and this process makes it again
+    assert created("names/alice/1.json") == ["names/alice", "names"]
+
+
 def test_a_key_is_created_once(tmp_path: Path) -> None:
     one, two = DirectoryPlace(tmp_path, "one"), DirectoryPlace(tmp_path, "two")
     assert one.create("a/b", b"first") and not two.create("a/b", b"second")

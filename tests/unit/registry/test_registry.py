@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -229,6 +231,28 @@ def test_a_full_disk_ends_a_publication_and_leaves_nothing(
     assert publish(registry, version, 2).revision == 2
 
 
+def test_a_file_that_can_not_be_written_ends_the_publication_once_no_other_is_being_written(
+    opened: Open, version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written at once: the one that goes on longer must not appear after the others were removed."""
+    one, failed = opened("one"), threading.Event()
+    upload, names = one.place.upload, sorted(path.name for path in version(1).iterdir())
+    assert len(names) > 1
+
+    def uploaded(key: str, source: Path) -> tuple[int, str]:
+        if source.name == names[0]:
+            failed.set()
+            raise OSError(errno.EIO, "the store does not answer")
+        assert failed.wait(60)
+        return upload(key, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.place, "upload", uploaded)
+        with pytest.raises(OSError, match="does not answer"):
+            publish(one, version, 1)
+    assert one.place.keys("data") == [] and one.revisions() == {}
+
+
 def test_what_failed_between_files_and_manifest_is_removed_by_the_next_publication(
     opened: Open, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,17 +318,18 @@ def test_what_went_into_another_directory_in_the_registry_s_place_is_not_publish
 
 
 def publish_and_die(root: str, directory: str, before: str) -> None:
-    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`."""
+    """The process is killed before its call of `before`: `create` of the manifest, or the second `upload`, when one
+    file is there."""
     registry = Registry(open_place(root, "killed"), "killed")
-    calls = 0
+    calls, is_there = itertools.count(1), threading.Event()
     original = getattr(registry.place, before)
 
     def die(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if before == "create" or calls == 2:
+        if before == "create" or (next(calls) == 2 and is_there.wait(60)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments)
+        found = original(*arguments)
+        is_there.set()
+        return found
 
     setattr(registry.place, before, die)
     registry.publish("bob", hash_of(2), Path(directory), base=BASE)

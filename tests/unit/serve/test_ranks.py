@@ -52,7 +52,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
 @pytest.mark.parametrize(
     ("given", "option"),
     [
-        ({"cache_host_bytes": 1 << 20}, "--cache-host"),
         ({"cache_disk_bytes": 1 << 20}, "--cache-disk"),
         ({"registry": "/srv/registry"}, "--registry"),
         ({"routing_replay_bytes": 1 << 20}, "--routing-replay"),

@@ -1,4 +1,4 @@
-"""SGLang's gather of logits and its agreement on tokens, between real ranks that share memory."""
+"""SGLang's gather of logits and its agreement on tokens, between real ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from reference.server.real_ranks import run_ranks
+from reference.server.real_ranks import KINDS, run_ranks
 
 from kt_runtime.ranks import Exchange
 from kt_runtime.sglang_patch.ranks import collectives, group
@@ -24,13 +24,14 @@ def gather(exchange: Exchange, part: torch.Tensor, dim: int = -1) -> Any:
         return collectives.all_gather(left_to_sglang, coordinator, part, dim)
 
 
-def test_logits_are_gathered_and_other_shapes_are_sglangs() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_gathered_and_other_shapes_are_sglangs(kind: str) -> None:
     def work(exchange: Exchange) -> list[Any]:
         logits = torch.full((2, 3), exchange.share.rank, dtype=torch.bfloat16)
         others = [gather(exchange, logits, 0), gather(exchange, logits[0]), gather(exchange, logits.half())]
         return [gather(exchange, logits), *others]
 
-    for logits, *others in run_ranks(2, work, "memory"):
+    for logits, *others in run_ranks(2, work, kind):
         assert torch.equal(logits, torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, dtype=torch.bfloat16))
         assert others == ["SGLang's"] * 3
 
@@ -46,7 +47,6 @@ def test_all_ranks_take_the_smallest_token(dtype: torch.dtype) -> None:
     assert run_ranks(2, work, "memory") == [[5, 8]] * 2
 
 
-def test_ranks_that_gloo_connects_and_single_ones_are_sglangs() -> None:
-    found = run_ranks(2, lambda exchange: gather(exchange, torch.zeros(1, 2)), "gloo")
-    assert found == ["SGLang's"] * 2
-    assert collectives.near_exchange() is None
+def test_a_single_rank_is_sglangs() -> None:
+    coordinator = SimpleNamespace(world_size=1)
+    assert collectives.all_gather(left_to_sglang, coordinator, torch.zeros(1, 2), -1) == "SGLang's"

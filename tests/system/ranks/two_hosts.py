@@ -1,0 +1,116 @@
+"""A server of two hosts, each a network namespace of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from reference.server import network
+from system import forked_server
+
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.server_process import free_port
+
+SECONDS = 120.0
+OPTIONS = ("--expert-threads", "1", "--max-lora-rank", "8", "--dtype", "bfloat16", "--max-total-tokens", "4096")
+
+
+@dataclass
+class Host:
+    """A running `kt-runtime serve`. `tree`: its process and all that it has started, as far as was looked."""
+
+    process: Any
+    log: Path
+    tree: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def look(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self.process.pid)
+            self.tree |= {each.pid: each for each in (own, *own.children(recursive=True))}
+        return list(self.tree.values())
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def has_ended(self) -> bool:
+        return not any(lives(each) for each in self.tree.values())
+
+
+@dataclass
+class Pair:
+    """Hosts 0 and 1 of one server. `api`: of host 0, for the test's thread."""
+
+    hosts: list[Host]
+    api: ServerAPI
+
+    def rank(self, number: int) -> psutil.Process:
+        return psutil.Process(self.api.get("/kt/status")["ranks"][number]["pid"])
+
+    def wait_for_the_end(self) -> list[int | None]:
+        """The hosts' exit statuses, once none of their processes lives."""
+        until(lambda: all(host.has_ended() for host in self.hosts), "the hosts to end")
+        return [host.process.wait(SECONDS) for host in self.hosts]
+
+
+@contextlib.contextmanager
+def pair(
+    directory: Path, ends: tuple[network.End, network.End], name: str, *options: str, of_host_1: tuple[str, ...] = ()
+) -> Iterator[Pair]:
+    """Both hosts, started at once; they may not be ready."""
+    port, meeting = free_port(), f"{ends[0].address}:{free_port()}"
+    hosts: list[Host] = []
+    with contextlib.ExitStack() as held:
+        for number, end in enumerate(ends):
+            arguments = [*OPTIONS, "--tp-size", "2", "--nnodes", "2", "--node-rank", str(number), *options]
+            arguments += ["--dist-init-addr", meeting, "--port", str(port), "--adapter-dir", str(directory / name)]
+            command = ["", "serve", "--model", str(directory / "model"), "--verbose", *arguments]
+            log = directory / f"{name}-{number}.log"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(network.VARIABLE, end.namespace)
+                started = forked_server.start([*command, *(of_host_1 if number else ())], log)
+            hosts.append(Host(started, log))
+            held.callback(end_all, hosts[-1])
+        yield Pair(hosts, ServerAPI(f"http://127.0.0.1:{port}"))
+
+
+def end_all(host: Host) -> None:
+    for process in host.look():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+    host.process.send_signal(15)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        host.process.wait(SECONDS)
+    for process in host.tree.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def ready(pair: Pair) -> None:
+    def is_ready() -> bool:
+        for host in pair.hosts:
+            assert host.process.poll() is None, host.said()
+        return pair.api.is_ready()
+
+    until(is_ready, "the server to be ready")
+    for host in pair.hosts:
+        host.look()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
