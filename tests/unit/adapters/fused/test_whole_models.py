@@ -50,7 +50,7 @@ def test_it_is_said_who_reads_what_is_written(tmp_path: Path) -> None:
     family = family_for(qwen3_5.TEXT)
     for name, fuses in (("peft", True), ("sglang", False)):
         write_peft_directory(tmp_path / name, adapter, family, qwen3_5.TEXT, max_rank=8, fuses_experts=fuses)
-        ours, by_peft, *_ = readers(tmp_path / name, qwen3_5.TEXT)
+        ours, *_, by_peft, _ = readers(tmp_path / name, qwen3_5.TEXT)
         assert ours.num_loaded == ours.num_parameters
         assert (by_peft.num_loaded == by_peft.num_parameters) == fuses
         assert ("drops a pair for each" in by_peft.remark) != fuses
