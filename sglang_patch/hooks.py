@@ -129,6 +129,8 @@ class Bindings:
             if not isinstance(module, ModuleType) or len(vars(module)) == self._num_attributes.get(key):
                 continue
             self._num_attributes[key] = len(vars(module))
+            if self._objects.keys().isdisjoint(map(id, list(vars(module).values()))):  # without a loop in Python
+                continue
             for name, value in list(vars(module).items()):
                 if id(value) in self._objects:
                     self._places[id(value)].append((module, name))

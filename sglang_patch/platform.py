@@ -5,12 +5,16 @@ in SGLang's wheel needs SGLang's kernel library, which needs the CUDA driver. An
 `native` selects the torch implementations instead. If CUDA is available, SGLang keeps its own platform. An accelerator
 that is not CUDA (the emulated one of the tests) gets the torch implementations too, on its own device.
 
+Without CUDA the packages of `ONLY_FOR_CUDA` are not imported either. SGLang tries them wherever they are installed, and
+does without them where the import fails. SGLang asks for its platform before it imports them.
+
 SGLang must not be imported while it discovers plugins, so the class is created when SGLang looks it up by name.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kt_runtime.errors import KtError
@@ -26,13 +30,18 @@ SYMBOLS = (
 )
 ATTENTION_BACKEND = "kt_cpu"
 ACCELERATOR_ATTENTION = "torch_native"
+# Kernels for NVIDIA's GPUs and compilers of such kernels. Their imports take seconds, and no other device runs them.
+ONLY_FOR_CUDA = ("flashinfer", "cutlass", "tilelang", "humming", "quack")
 
 if TYPE_CHECKING:
     import torch
 
 
 def activate() -> str | None:
-    """Name of the platform class, or None if CUDA is available. Raises SystemExit for another SGLang version."""
+    """Name of the platform class, or None if CUDA is available. Raises SystemExit for another SGLang version.
+
+    Without CUDA, importing a package of `ONLY_FOR_CUDA` raises ModuleNotFoundError in this process from now on.
+    """
     from kt_runtime import device
 
     try:
@@ -41,6 +50,8 @@ def activate() -> str | None:
         raise SystemExit(f"kt-runtime: {error}") from error
     if device.has_cuda():
         return None
+    for package in ONLY_FOR_CUDA:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # as if it was not installed
     name = "CpuPlatform" if device.accelerator() is None else "AcceleratorPlatform"
     return f"kt_runtime.sglang_patch.platform:{name}"
 

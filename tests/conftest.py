@@ -13,12 +13,14 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from reference.cases import choose, covering, position_on_axes
 from reference.place import CPU, Place
+from reference.server.processor_time import ProcessorTime
 
 from kt_runtime.serve.launch import settings_before_imports
 from kt_runtime.serve.memory.machine import has_gpu
@@ -46,10 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/gpu: auto: run if torch sees a GPU; require: end with status 2 without one; collect: collect them "
         "anyway, to see that they import",
     )
+    parser.addoption(
+        "--processor-time",
+        metavar="FILE",
+        help="write the processor time of each file of tests to FILE, servers and other processes included",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes about a second or more; not in `TEST_CASES=few`")
+    if (path := config.getoption("--processor-time")) is not None:
+        config.pluginmanager.register(ProcessorTime(Path(path)), "processor-time")
 
 
 @pytest.hookimpl(trylast=True)

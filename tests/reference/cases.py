@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import TypeVar
 
 import pytest
@@ -55,3 +56,10 @@ def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
         found.append(best)
         missing -= set(cases[best].items())
     return sorted(found)
+
+
+def in_pairs(*axes: Iterable[T]) -> list[tuple[T, ...]]:
+    """Of all combinations of the axes' values few in which each two values of two axes meet, in their order."""
+    cases = list(product(*axes))
+    pairs = list(combinations(range(len(axes)), 2))
+    return [cases[at] for at in covering([{f"{a},{b}": (case[a], case[b]) for a, b in pairs} for case in cases])]

@@ -1,7 +1,9 @@
 """Starts the tests' servers as forks of one process that has imported SGLang: `kt-runtime serve` in 5 s instead of 20.
 
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
-command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py.
+command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py. Other commands that a
+test interrupts or kills are such forks too (`start_command`); in a new interpreter `kt-runtime train` is started by
+test_demo.py, test_grpo.py and one test of test_training_runs.py.
 """
 
 from __future__ import annotations
@@ -9,9 +11,13 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import setproctitle
@@ -31,6 +37,7 @@ IMPORTED = [
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
     *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
     *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
+    "kt_runtime.cli.train.command",
 ]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
@@ -39,13 +46,11 @@ _at_start: dict[str, str | None] = {}
 _start_command = server_process._start
 
 
-class ForkedServer:
-    """What `server_process` uses of subprocess.Popen."""
+class Forked:
+    """What the tests and `server_process` use of subprocess.Popen."""
 
-    def __init__(self, command: list[str], log_path: Path) -> None:
-        arguments = command[command.index("serve") :]
-        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        self._process = context.Process(target=_serve, args=(arguments, environment, str(log_path)))
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._process = context.Process(target=target, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -64,8 +69,42 @@ class ForkedServer:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("kt-runtime serve", timeout or 0.0)
+            raise subprocess.TimeoutExpired("kt-runtime", timeout or 0.0)
         return self.returncode
+
+
+class ForkedServer(Forked):
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        super().__init__(_serve, command[command.index("serve") :], environment, str(log_path))
+
+
+class ForkedCommand(Forked):
+    """`stdout`: lines of both its outputs."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        reading, writing = context.Pipe(duplex=False)
+        super().__init__(_run, arguments, environment, writing)
+        writing.close()
+        self.stdout = os.fdopen(os.dup(reading.fileno()), "r")
+        reading.close()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it says until it ends. `timeout`: seconds that it may take to end after its last word."""
+        with self.stdout:
+            said = self.stdout.read()
+        self.wait(timeout)
+        return said, None
+
+
+def start_command(arguments: list[str], **variables: str) -> subprocess.Popen[str] | ForkedCommand:
+    """`kt-runtime ARGUMENTS` in a process of its own, in this directory, with `variables` in its environment."""
+    environment = {**os.environ, **variables}
+    if _at_start and not has_gpu() and all(environment.get(name) == value for name, value in _at_start.items()):
+        return ForkedCommand(arguments, environment)
+    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment, text=True, **streams)
 
 
 def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
@@ -106,11 +145,7 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    sys.argv = ["kt-runtime", *arguments]
-    setproctitle.setproctitle(" ".join(sys.argv))  # before the environment changes, whose place in memory it needs
-    os.environ.clear()
-    os.environ.update(environment)
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    _become(arguments, environment)
     if environment.get(faulty_disk.CONTROL):
         faulty_disk.install()
     if environment.get(lost_device.CONTROL):
@@ -123,3 +158,21 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     if emulated := sys.modules.get("device.backend"):  # torch has loaded it (tests/device)
         emulated.follow_environment()
     sys.exit(main())
+
+
+def _run(arguments: list[str], environment: dict[str, str], output: Connection) -> None:
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
+    _become(arguments, environment)
+    sys.exit(main())
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> None:
+    """A process of its own, as after exec."""
+    sys.argv = ["kt-runtime", *arguments]
+    setproctitle.setproctitle(" ".join(sys.argv))  # before the environment changes, whose place in memory it needs
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]

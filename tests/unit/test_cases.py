@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.cases import covering, position_on_axes
+from reference.cases import covering, in_pairs, position_on_axes
 
 
 def test_of_a_product_as_many_cases_are_kept_as_the_longest_axis_has_values() -> None:
@@ -25,6 +25,18 @@ def test_every_value_of_every_axis_is_kept_by_different_cases_in_their_order(cas
 def test_a_single_axis_keeps_one_case_of_each_value() -> None:
     assert covering([{"a": 1}, {"a": 2}, {"a": 1}]) == [0, 1]
     assert covering([]) == covering([{}]) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=3))
+def test_each_two_values_of_two_axes_meet(sizes: list[int]) -> None:
+    kept = in_pairs(*map(range, sizes))
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        assert {(case[a], case[b]) for case in kept} == set(itertools.product(range(sizes[a]), range(sizes[b])))
+    assert kept == sorted(set(kept))
+
+
+def test_pairs_need_no_more_cases_than_the_two_longest_axes_have() -> None:
+    assert len(in_pairs(range(3), range(7), range(4))) == 7 * 4
 
 
 @pytest.fixture(params=["x", "y", "z"])

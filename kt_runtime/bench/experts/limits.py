@@ -18,6 +18,7 @@ from kt_runtime.serve.memory.machine import available_cpu_bytes
 LEAST_READ_BUFFER_BYTES = 512 << 20
 LARGEST_READ_BUFFER_BYTES = 4 << 30
 READ_PASSES = 24
+PEAK_PASSES = machine.PEAK_PASSES
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 DRAM = "dram"
@@ -81,8 +82,8 @@ def measure_limits(isa: str, threads: int, reader: machine.MemoryReader) -> Limi
         isa,
         threads,
         max(reader.rate(isa, threads) for _ in range(READ_PASSES)),
-        machine.peak_rate(isa, "bf16", threads),
-        machine.peak_rate(isa, "int8", threads),
+        machine.peak_rate(isa, "bf16", threads, PEAK_PASSES),
+        machine.peak_rate(isa, "int8", threads, PEAK_PASSES),
     )
 
 

@@ -26,7 +26,12 @@ class Streams:
         return [(prompt, tokens) for prompt, tokens in self.answers if tokens != self.expected[prompt]]
 
 
-def read_stream(url: str, prompt: Sequence[int]) -> list[int]:
+def client_of(url: str) -> httpx.Client:
+    """One for many requests: to make one reads all certificates, which takes longer than a short answer."""
+    return httpx.Client(base_url=url, timeout=300, trust_env=False)
+
+
+def read_stream(client: httpx.Client, prompt: Sequence[int]) -> list[int]:
     """The tokens of one answer, as they are after the last event."""
     body = {
         "input_ids": list(prompt),
@@ -34,7 +39,7 @@ def read_stream(url: str, prompt: Sequence[int]) -> list[int]:
         "stream": True,
     }
     tokens: list[int] = []
-    with httpx.stream("POST", f"{url}/generate", json=body, timeout=300) as answer:
+    with client.stream("POST", "/generate", json=body) as answer:
         answer.raise_for_status()
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     if not events or events[-1] != "[DONE]":
@@ -50,16 +55,18 @@ def read_stream(url: str, prompt: Sequence[int]) -> list[int]:
 @contextlib.contextmanager
 def reading_streams(url: str, prompts: Sequence[Sequence[int]]) -> Iterator[Streams]:
     """One reader for each prompt, which asks again and again. What is expected is read before, alone."""
-    streams = Streams({tuple(prompt): read_stream(url, prompt) for prompt in prompts})
+    with client_of(url) as client:
+        streams = Streams({tuple(prompt): read_stream(client, prompt) for prompt in prompts})
     assert all(len(tokens) == NEW_TOKENS for tokens in streams.expected.values())
     ending = threading.Event()
 
     def read(prompt: tuple[int, ...]) -> None:
-        while not ending.is_set():
-            try:
-                streams.answers.append((prompt, read_stream(url, prompt)))
-            except (httpx.HTTPError, RuntimeError, ValueError) as error:
-                streams.failures.append(f"{type(error).__name__}: {error}")
+        with client_of(url) as client:
+            while not ending.is_set():
+                try:
+                    streams.answers.append((prompt, read_stream(client, prompt)))
+                except (httpx.HTTPError, RuntimeError, ValueError) as error:
+                    streams.failures.append(f"{type(error).__name__}: {error}")
 
     readers = [threading.Thread(target=read, args=(prompt,)) for prompt in streams.expected]
     for reader in readers:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from reference.server.command_line import run_command
 
+from kt_runtime.bench.experts import limits
 from kt_runtime.bench.page.measurement import Measurement, read_all
 from kt_runtime.bench.page.report import record_report
 
@@ -26,6 +27,7 @@ def bench_output(tmp_path_factory: pytest.TempPathFactory) -> BenchOutput:
     def run(*arguments: str) -> tuple[str, str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", str(directory))
+            measure_limits_briefly(patch)
             done = run_command("bench", *arguments, directory=directory)
         assert done.returncode == 0, done.stderr
         left = [path for path in directory.iterdir() if not path.name.startswith("torchinductor_")]  # PyTorch's own
@@ -33,6 +35,14 @@ def bench_output(tmp_path_factory: pytest.TempPathFactory) -> BenchOutput:
         return done.stdout, done.stderr
 
     return run
+
+
+def measure_limits_briefly(patch: pytest.MonkeyPatch) -> None:
+    """In all ways, but not for seconds: whether a pass of the memory reader replaces what the caches hold is shown by
+    tests/unit/bench/experts/test_limits.py."""
+    patch.setattr(limits, "LARGEST_READ_BUFFER_BYTES", 64 << 20)
+    patch.setattr(limits, "READ_PASSES", 3)
+    patch.setattr(limits, "PEAK_PASSES", 3)
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_a_forced_instruction_set_is_the_one_that_runs(bench_output: BenchOutput
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ["--shape", TINY, "--no-torch", "--runs", "100000", "--seconds", "1000"]
+    arguments = ["--shape", TINY, "--threads", "1", "--no-torch", "--runs", "100000", "--seconds", "1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "kt_runtime.cli.main", "bench", "experts", *arguments],
         cwd=tmp_path,

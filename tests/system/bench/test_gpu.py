@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from system.bench.conftest import measure_limits_briefly
 
 from kt_runtime.bench.gpu import run as gpu_run
 from kt_runtime.bench.gpu import servers
@@ -50,6 +51,7 @@ def report() -> dict[str, Any]:
 
     free = iter(range(1000, 0, -10))
     with pytest.MonkeyPatch.context() as patch:
+        measure_limits_briefly(patch)
         patch.setattr(gpu_run, "kt_settings", without_gpu)
         patch.setattr(gpu_run, "measure_gpu_limits", limits)
         patch.setattr(gpu_run, "_current", lambda _: DeviceFacts("a CPU", 0, 100, 200, ""))

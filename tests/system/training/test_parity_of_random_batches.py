@@ -1,12 +1,14 @@
 """Random batches in SGLang's own scheduler: training computes the log-probabilities of all of them, bit by bit.
 
-For every family, format of the experts and instruction set at hand. Batches have prompts in chunks with random cuts,
-cached prefixes, decodes, both in one batch, the base and adapters of several ranks side by side.
+For every family, format of the experts and instruction set at hand, in pairs: each two of them meet in a case, all
+three with `TEST_CASES=all`. Batches have prompts in chunks with random cuts, cached prefixes, decodes, both in one
+batch, the base and adapters of several ranks side by side.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from reference import lora
+from reference.cases import choose, in_pairs
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 from reference.parity import Agreement, mean_k3, tiny_deepseek_v2
 from reference.quantized import SCHEMES
@@ -34,7 +37,7 @@ from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import install_adapter
 from kt_runtime.wire.messages import STEP_RUNNING
 
-BATCHES = 64
+BATCHES, FEWER_BATCHES = 64, 32
 OPTIONS = (
     "--log-level",
     "warning",
@@ -51,10 +54,12 @@ HYBRIDS = {"qwen3_next": load_preset("tiny-qwen3-next"), "qwen3_5_moe_text": loa
 FP8_BLOCK = {"moe_intermediate_size": 128}
 SCHEME_OF = {scheme.format: name for name, scheme in reversed(SCHEMES.items())}
 ISAS = available_isas()
-# By kernel: a format's encoding, its scales by row, group or block, zero points or none. On every instruction set.
+# By kernel: a format's encoding, its scales by row, group or block, zero points or none.
 FORMATS = ("bf16", "fp8_e4m3", "fp8_e4m3_g128", "int8", "int8_g128_zp", "int4", "int4_g32_zp")
 MORE_FORMATS = tuple(sorted(SCHEME_OF.keys() - set(FORMATS)))  # other sizes of a group
-ON_EVERY_ISA = [(held, isa) for held in FORMATS for isa in ISAS]
+_AXES: tuple[tuple[str, ...], ...] = (tuple(PRESETS), FORMATS, tuple(ISAS))
+_EVERY: list[tuple[str, ...]] = list(itertools.product(*_AXES))
+CASES = choose(few=in_pairs(*_AXES), usual=in_pairs(*_AXES), every=_EVERY)
 IN_TURN = [(held, ISAS[place % len(ISAS)]) for place, held in enumerate(["bf16", *MORE_FORMATS])]
 BFLOAT16, FLOAT32 = ([(family, dtype) for family in PRESETS] for dtype in ("bfloat16", "float32"))
 TRAINED = ("bf16", "int8")
@@ -103,20 +108,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     dense.configure()
 
 
-def run_batches(model: Model, held: str, isa: str) -> Traffic:
+def run_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES) -> Traffic:
     """Random batches, all computed by the step. Prints the seed."""
     model.engine.load_experts(model.checkpoint(SCHEME_OF[held]), isa=isa)
     assert moe.expert_store().isa == isa and moe.expert_store().format == held
     assert native_step.state() == STEP_RUNNING
     exceptions, seed = native_step.exceptions(), zlib.crc32(f"{model.family} {held} {isa}".encode())
     traffic = Traffic(model.engine, model.adapters, seed)
-    traffic.run(BATCHES)
+    traffic.run(num_batches)
     print(
         f"seed {seed}: {len(traffic.rows())} requests in {dict(traffic.modes)} batches, up to {traffic.most_models} "
         f"models in one, {traffic.chunks} more chunks of prompts, {traffic.cached_tokens} cached tokens"
     )
     assert native_step.exceptions() == exceptions
-    assert sum(traffic.modes.values()) >= BATCHES and traffic.modes.keys() == {"EXTEND", "MIXED", "DECODE"}
+    assert sum(traffic.modes.values()) >= num_batches and traffic.modes.keys() == {"EXTEND", "MIXED", "DECODE"}
     assert traffic.most_models > 2 and traffic.chunks > 0 and traffic.cached_tokens > 0
     return traffic
 
@@ -138,8 +143,12 @@ def agreement(traffic: Traffic, trained: Mapping[str, torch.Tensor]) -> Agreemen
     return found
 
 
-@pytest.mark.parametrize(("held", "isa"), ON_EVERY_ISA)
-@pytest.mark.parametrize("model", BFLOAT16, ids="-".join, indirect=True)
+@pytest.mark.parametrize(
+    ("model", "held", "isa"),
+    [((family, "bfloat16"), held, isa) for family, held, isa in CASES],
+    ids=["-".join(case) for case in CASES],
+    indirect=["model"],
+)
 def test_training_has_the_logprobs_of_random_batches(model: Model, held: str, isa: str) -> None:
     check_batches(model, held, isa)
 
@@ -153,12 +162,12 @@ def test_training_has_the_logprobs_of_random_batches_of_hybrids(model: Model) ->
 @pytest.mark.parametrize(("held", "isa"), IN_TURN)
 @pytest.mark.parametrize("model", FLOAT32, ids="-".join, indirect=True)
 def test_training_has_the_logprobs_of_random_batches_in_float32(model: Model, held: str, isa: str) -> None:
-    check_batches(model, held, isa)
+    check_batches(model, held, isa, FEWER_BATCHES)
 
 
-def check_batches(model: Model, held: str, isa: str) -> None:
+def check_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES) -> None:
     """Of `forward`, and with some formats of training steps too, with both ways to keep activations."""
-    traffic = run_batches(model, held, isa)
+    traffic = run_batches(model, held, isa, num_batches)
     rows, trainer = traffic.rows(), Trainer(model.engine, model.adapters)
     assert agreement(traffic, trainer.logprobs(rows, max_tokens=77)) == EQUAL
     if held in TRAINED:

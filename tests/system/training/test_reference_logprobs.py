@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from reference import lora
+from system.forked_server import start_command
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.main import main
@@ -155,13 +153,7 @@ def test_the_references_adapter_is_served_meanwhile(place: Place, capsys: pytest
 
 def test_ctrl_c_in_the_pass_leaves_neither_session_nor_adapter(place: Place) -> None:
     arguments = place.arguments("train", *DPO, f"ref_model_adapters={place.adapter()}")
-    trainer = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ,
-    )
+    trainer = start_command(arguments)
     assert trainer.stdout is not None
     read_until(trainer.stdout, "meanwhile")
     trainer.send_signal(signal.SIGINT)

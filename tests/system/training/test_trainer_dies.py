@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 from reference.server.command_line import run_command
+from system.forked_server import start_command
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -151,8 +152,7 @@ def test_a_killed_training_command_leaves_a_server_that_serves_and_a_run_that_ca
         "overwrite_output_dir: true\nlogging_steps: 1\nsave_steps: 1\nmax_steps: 100000\nlora_rank: 4\n"
     )
     arguments = ["train", "--recipe", str(tmp_path / "r.yaml"), "--url", api.url]
-    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    trainer = start_command(arguments)
     assert trainer.stdout is not None
     said = []
     for line in trainer.stdout:

@@ -20,6 +20,7 @@ import torch
 from reference import lora
 from reference.place import Place
 from reference.server.command_line import run_command
+from system.forked_server import ForkedCommand, start_command
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import read_adapter
@@ -86,17 +87,7 @@ def logged(path: Path, key: str = "loss") -> list[tuple[int, float]]:
     return [(entry["step"], entry[key]) for entry in state["log_history"] if key in entry]
 
 
-def start(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | variables,
-    )
-
-
-def read_until(process: subprocess.Popen[str], wanted: str) -> list[str]:
+def read_until(process: subprocess.Popen[str] | ForkedCommand, wanted: str) -> list[str]:
     """Lines up to the first that has `wanted`."""
     assert process.stdout is not None
     lines = []
@@ -156,7 +147,7 @@ def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
 ) -> None:
     settings = ["max_steps=9", "save_steps=3", "logging_steps=1", "save_total_limit=2", "eval_strategy=no"]
     assert main([*command(name, *settings), f"output_dir={tmp_path / 'whole'}"]) == 0
-    killed = start(command(name, *settings))
+    killed = start_command(command(name, *settings))
     read_until(killed, "step 5/9")
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -175,7 +166,7 @@ def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(command: Callable[..., list[str]], api: ServerAPI, tmp_path: Path) -> None:
-    trainer = start(command("sft-resume", "max_steps=500", "overwrite_output_dir=true"))
+    trainer = start_command(command("sft-resume", "max_steps=500", "overwrite_output_dir=true"))
     read_until(trainer, "step 3/500")
     trainer.send_signal(signal.SIGINT)
     said, _ = trainer.communicate(timeout=RUN_SECONDS)
@@ -192,7 +183,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(command: Callable[..., list[str]], 
 def test_one_can_chat_with_the_adapter_while_it_learns(
     command: Callable[..., list[str]], api: ServerAPI, model: Path
 ) -> None:
-    trainer = start(command("sft-resume", "max_steps=400", "publish=learning", "publish_every_steps=2"))
+    trainer = start_command(command("sft-resume", "max_steps=400", "publish=learning", "publish_every_steps=2"))
     read_until(trainer, "published learning")
     answered = 0
     versions: set[str] = set()
@@ -312,8 +303,13 @@ def test_without_a_server_one_is_started_and_ended(model: Path, tmp_path: Path) 
     (tmp_path / "rules.yaml").write_text(RULES)
     arguments = ["train", "--recipe", str(RECIPES / "sft-resume.yaml"), f"model_name_or_path={model}"]
     placed = f"kt_optimize_rule={tmp_path / 'rules.yaml'}"
-    trainer = start(
-        [*arguments, f"output_dir={tmp_path / 'out'}", "max_steps=500", placed], KT_RUNTIME_URL="http://127.0.0.1:9"
+    arguments += [f"output_dir={tmp_path / 'out'}", "max_steps=500", placed]
+    trainer = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"KT_RUNTIME_URL": "http://127.0.0.1:9"},
     )
     begun = "".join(read_until(trainer, "step 2/500"))
     assert f"its placement is that of {tmp_path / 'rules.yaml'}" in begun and "asks for int8" not in begun

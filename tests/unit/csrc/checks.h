@@ -21,6 +21,14 @@ namespace kt_test {
 
 class Report {
  public:
+  // `part`: 1, or of the combinations of sizes that a test repeats, one of so many is run (see `takes`).
+  explicit Report(int part = 1) : part_(part) {}
+  // Whether a test runs its next combination of sizes. They are drawn, so that what is left out of one format, dtype or
+  // kernel is run with another.
+  bool takes() { return part_ == 1 || draw_() % static_cast<unsigned>(part_) == 0; }
+  // Of two variants, whether a test runs the second one (`second`), or the first: both, or one after the other in turn.
+  bool takes(bool second) { return part_ == 1 || second == (turn_++ / 2 % 2 == 1); }
+
   // `what`: a text, or a function that makes one, which is called where the check fails: of millions of checks almost
   // none needs its text.
   // |got - wanted| <= tolerance * scale, and got is a number.
@@ -57,6 +65,9 @@ class Report {
     }
   }
 
+  const int part_;
+  std::minstd_rand draw_;
+  int turn_ = 0;
   long checks_ = 0, failures_ = 0;
   double used_ = 0;
 };

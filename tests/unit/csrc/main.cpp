@@ -5,10 +5,15 @@
 //   kt_kernel_tests --isa NAME --quick
 //                               the same without the tests of whole layers and of the step, which take most of the
 //                               time and call no kernel that the others don't: for emulators
+//   kt_kernel_tests --isa NAME --part N
+//                               one of N combinations of sizes where a test repeats its checks over many: for
+//                               sanitizers, which look at memory and not at numbers
 //   kt_kernel_tests --list      prints the names of both, one a line
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,14 +45,16 @@ bool is_long(const char* test) {
   return std::find(std::begin(kLong), std::end(kLong), test) != std::end(kLong);
 }
 
-bool run(const kt::Tiles& tiles, bool quick) {
+bool run(const kt::Tiles& tiles, bool quick, int part) {
   long checks = 0, failures = 0;
   for (const auto& test : kTests) {
     if (quick && is_long(test.name)) continue;
-    kt_test::Report report;
+    kt_test::Report report(part);
+    const std::clock_t begun = std::clock();
     test.run(tiles, report);
-    std::printf("%s %s: %ld checks, %ld failures, errors up to %.2f of what is allowed\n", tiles.name, test.name,
-                report.checks(), report.failures(), report.take_used());
+    std::printf("%s %s: %ld checks, %ld failures, errors up to %.2f of what is allowed, %.1f s of processor time\n",
+                tiles.name, test.name, report.checks(), report.failures(), report.take_used(),
+                static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
     std::fflush(stdout);
     checks += report.checks();
     failures += report.failures();
@@ -100,13 +107,15 @@ int main(int argc, char** argv) {
     return 0;
   }
   const bool one = argc >= 3 && option == "--isa", quick = argc == 4 && std::strcmp(argv[3], "--quick") == 0;
-  if (argc != 1 && !(one && (argc == 3 || quick))) {
-    std::printf("usage: %s [--isa NAME [--quick] | --list]\n", argv[0]);
+  const bool in_part = argc == 5 && std::strcmp(argv[3], "--part") == 0;
+  const int part = in_part ? std::atoi(argv[4]) : 1;
+  if ((argc != 1 && !(one && (argc == 3 || quick || in_part))) || part < 1) {
+    std::printf("usage: %s [--isa NAME [--quick | --part N] | --list]\n", argv[0]);
     return 2;
   }
   const std::vector<const kt::Tiles*> wanted = one ? named_tiles(argv[2]) : all_tiles();
   bool passed = !wanted.empty() && run_engine();
-  for (const kt::Tiles* tiles : wanted) passed &= run(*tiles, quick);
+  for (const kt::Tiles* tiles : wanted) passed &= run(*tiles, quick, part);
   std::printf(passed ? "passed\n" : "failed\n");
   return passed ? 0 : 1;
 }

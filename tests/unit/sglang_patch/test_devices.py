@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +73,29 @@ def test_sglangs_platform_is_kept_for_cuda_only(
     hooks = Hooks.for_this_process()
     assert (hooks.on_cpu, hooks.has_cuda_kernels) == (kind is None, kind == "cuda")
     assert platform.activate() == (None if name is None else f"kt_runtime.sglang_patch.platform:{name}")
+
+
+@pytest.mark.parametrize("kind", [None, "cuda", "privateuseone"])
+def test_packages_for_cuda_can_be_imported_where_there_is_cuda_only(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = platform.ONLY_FOR_CUDA
+    modules: dict[str, ModuleType | None] = {first: ModuleType(first)}  # imported before: it stays
+    monkeypatch.setattr(device, "accelerator", lambda: None if kind is None else torch.device(kind))
+    monkeypatch.setattr(platform, "sys", SimpleNamespace(modules=modules))
+    platform.activate()
+    assert isinstance(modules.pop(first), ModuleType)
+    assert modules == ({} if kind == "cuda" else dict.fromkeys(others))
+
+
+@pytest.mark.skipif(device.has_cuda(), reason="a machine with CUDA imports them")
+def test_sglang_has_imported_no_package_for_cuda_and_says_so_itself(patched_sglang: None) -> None:
+    from sglang.srt.layers.quantization import modelopt_quant
+    from sglang.srt.models.registry import ModelRegistry
+
+    assert ModelRegistry.get_supported_archs()  # by now all modules of models are imported
+    assert [name for name in platform.ONLY_FOR_CUDA if sys.modules.get(name)] == []
+    assert not modelopt_quant.enable_flashinfer_fp4_gemm
 
 
 def test_the_platform_of_another_accelerator_answers_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ class FloatTest {
       : multiply_(multiply), name_(std::move(name)), report_(report) {}
 
   void values(const PackedCase& weights, int64_t tokens, Random& random) {
+    if (!report_.takes()) return;
     const kt::PackedShape& shape = weights.shape;
     const std::string what = describe(shape, tokens);
     Activations<T> a(tokens, shape, random);
@@ -80,6 +81,7 @@ class FloatTest {
 
   // All tokens in one call, against every token and every block in a call of its own.
   void same_bits_alone(const PackedCase& weights, int64_t tokens, Random& random) {
+    if (!report_.takes()) return;
     const kt::PackedShape& shape = weights.shape;
     const std::string what = describe(shape, tokens), of_rows = what + " depends on the other rows",
                       of_blocks = what + " depends on the other blocks";

@@ -166,6 +166,7 @@ void check_cuts(const std::string& what, const kt::Tiles& tiles, const Quantized
 
 void check_case(const kt::Tiles& tiles, const Format& format, int64_t rows, int64_t out, int64_t cols, Random& random,
                 Report& report) {
+  if (!report.takes()) return;
   const PackedCase weights(out, cols, format, random);
   const std::string what = std::string(tiles.name) + " " + kt::format_name(format) + " " + std::to_string(rows) + "x" +
                            std::to_string(out) + "x" + std::to_string(cols);

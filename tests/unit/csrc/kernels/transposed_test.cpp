@@ -93,6 +93,7 @@ std::string name_of(const PackedCase& weights) {
 
 template <class T>
 void test_product(const kt::Tiles& tiles, const PackedCase& weights, int64_t tokens, Random& random, Report& report) {
+  if (!report.takes()) return;
   const int64_t inner = weights.shape.rows, units = weights.shape.padded_cols() / kt::kColumnUnit;
   const Tokens<T> in(tiles, tokens, inner, random);
   const int64_t first = random.below(units), cols = (1 + random.below(units - first)) * kt::kColumnUnit;
@@ -135,6 +136,7 @@ void test_product(const kt::Tiles& tiles, const PackedCase& weights, int64_t tok
 // A token's result must not depend on the other tokens, its place among them, the pieces or the range of columns.
 template <class T>
 void test_alone(const kt::Tiles& tiles, const PackedCase& weights, int64_t tokens, Random& random, Report& report) {
+  if (!report.takes()) return;
   const int64_t inner = weights.shape.rows, cols = weights.shape.padded_cols();
   const Tokens<T> in(tiles, tokens, inner, random);
   std::vector<float> all(static_cast<size_t>(tokens * cols)), some;

@@ -333,9 +333,11 @@ void test_windows(const kt::AttentionEngine& engine, const Dtypes& bf16, Random&
   batch.sinks = {-100, -1, 0, 1, 5, 60};
   for (const int64_t window : {0, 1, 7, 513, 1600}) {
     batch.window = window;
-    test_values(engine, batch, report);
-    test_cuts(engine, batch, report);
-    test_threads(engine, batch, report);
+    if (report.takes()) {
+      test_values(engine, batch, report);
+      test_cuts(engine, batch, report);
+      test_threads(engine, batch, report);
+    }
     batch.sinks.clear();
   }
 }
@@ -380,6 +382,7 @@ void test_attention(const kt::Tiles& tiles, Report& report) {
   for (const int variant : {0, 1, 2, 3, 7}) {
     const Dtypes bf16{(variant & 1) != 0, (variant & 2) != 0, (variant & 4) != 0};
     for (const Sizes& sizes : all_sizes) {
+      if (!report.takes()) continue;
       Batch batch(sizes, bf16, {{0, 1}, {3, 9}, {40, 1}, {0, 34}}, random);
       test_values(engine, batch, report);
       batch.cap = 2;

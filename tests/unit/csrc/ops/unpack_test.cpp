@@ -132,8 +132,9 @@ void test_unpack(const kt::Tiles& tiles, Report& report) {
   Random random(23);
   for (const kt::Format& format : all_formats()) {
     for (const int64_t rows : {1, 15, 16, 33}) {
-      for (const int64_t cols : {1, 31, 32, 100, 255, 256, 300, 600})
-        test_matrix(tiles, PackedCase(rows, cols, format, random), report);
+      for (const int64_t cols : {1, 31, 32, 100, 255, 256, 300, 600}) {
+        if (report.takes()) test_matrix(tiles, PackedCase(rows, cols, format, random), report);
+      }
     }
     test_layers(tiles, format, random, report);
     for (const int nodes : {1, 2, 4}) test_plan_of(kt::ExpertLayer({4, 1024, 200}, format, nodes), report);

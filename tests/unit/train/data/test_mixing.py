@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import datasets as library
 import pytest
 
 from kt_runtime.train.data.mixing import mix
@@ -20,6 +19,8 @@ STOPS = {
 @pytest.mark.parametrize("shares", [None, [0.2, 0.5, 0.3]])
 @pytest.mark.parametrize("sizes", [[3, 4, 3], [1, 700, 30], [5, 5, 5]])
 def test_rows_come_in_the_librarys_order(strategy: str, shares: list[float] | None, sizes: list[int]) -> None:
+    import datasets as library  # a second, for the one process that runs this file
+
     rows = [[f"{source}:{i}" for i in range(size)] for source, size in enumerate(sizes)]
     theirs = library.interleave_datasets(
         [library.Dataset.from_dict({"x": column}) for column in rows],
