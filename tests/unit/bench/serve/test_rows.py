@@ -23,6 +23,7 @@ from kt_runtime.bench.serve.streams import Stream, decode, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
 from kt_runtime.cli.interrupts import SIGNALS, Interruptible
 from kt_runtime.errors import InvalidValueError, NotFoundError, ServerUnreachableError, UnknownNameError
+from kt_runtime.families.gguf import packed_bytes
 from kt_runtime.serve.models.presets import load_preset
 
 LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
@@ -78,6 +79,18 @@ def test_the_dram_limit_counts_distinct_experts() -> None:
         seconds, bottleneck = work.decode(streams, 0, work.expected_experts(streams)).limit(LIMITS)
         assert bottleneck == "dram" and streams / seconds == pytest.approx(rate, rel=0.005)
     assert work.expected_experts(1) == same(4)
+
+
+def test_matrices_of_a_gguf_file_count_packed() -> None:
+    name, plain = "model.layers.0.self_attn.o_proj.weight", model_work(QWEN, "bfloat16")
+    packed = {"quant_method": "gguf", "files": ["x"], "experts": [["Q8_0", "Q8_0"]] * 12}
+    packed["dense"] = {name: "Q8_0", "lm_head.weight": "Q8_0"}
+    work = model_work({**QWEN, "quantization_config": packed}, "bfloat16")
+    assert plain.dense_bytes - work.dense_bytes == 2 * 1024 * 1024 - packed_bytes("Q8_0", 1024, 1024)
+    assert (plain.head_bytes, work.head_bytes) == (2 * 768 * 1024, packed_bytes("Q8_0", 768, 1024))
+    assert (plain.dense_parameters, plain.head_parameters) == (work.dense_parameters, work.head_parameters)
+    step, whole = work.native_step(1, 100, 4.0), work.decode(1, 100, 4.0)
+    assert whole.weight_bytes - step.weight_bytes == work.head_bytes
 
 
 def test_a_step_reads_the_kv_of_all_streams_and_each_stream_s_adapter() -> None:
