@@ -39,14 +39,14 @@ from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
-from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.memory.gpu_experts import (
     check_gpu_experts,
     check_only_on_cpu,
     check_stream_experts,
     only_on_cpu,
 )
-from kt_runtime.serve.memory.machine import has_gpu
+from kt_runtime.serve.memory.machine import HOST, has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
 from kt_runtime.serve.memory.routes import check_routing_replay
@@ -505,7 +505,7 @@ def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOpti
     chosen = devices.chosen_device(options.device)
     for line in devices.describe(chosen, options.device):
         say(line)
-    if options.device == devices.HOST or devices.gpus_are_hidden():
+    if options.device == HOST or devices.gpus_are_hidden():
         devices.use_host_only()
     return dataclasses.replace(options, device=chosen)
 

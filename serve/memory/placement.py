@@ -23,7 +23,8 @@ from kt_runtime.documents import Entry, Values, all_problems, read_file, shown, 
 from kt_runtime.errors import InvalidValueError, suggestion
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.memory import placement_names as known
-from kt_runtime.serve.memory.expert_pins import Pins, read_pins
+from kt_runtime.serve.options.named import Pins
+from kt_runtime.serve.memory.expert_pins import read_pins
 from kt_runtime.serve.models.checkpoint import dense_tensors
 
 NVIDIA = "cuda"  # as rule files name devices

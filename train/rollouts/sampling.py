@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 
 from kt_runtime.errors import NumericsError
-from kt_runtime.train.predict.serving_path import Answer, Ask, ServingPath, malformed
+from kt_runtime.train.serving_path import Answer, Ask, ServingPath, malformed
 from kt_runtime.train.rollouts.rollout import Completion
 
 SHARED_TOKENS = 64  # a page of the prefix cache; of a shorter prompt nothing would be found there
