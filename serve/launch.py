@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from kt_runtime.serve.hosts.gathering import Gathered
     from kt_runtime.sglang_patch.frontend.http_server import Engine
-    from kt_runtime.sglang_patch.frontend.stalls import Look
+    from kt_runtime.sglang_patch.ranks.looks import Look
     from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def _run_other_host(
     console: Console,
 ) -> NoReturn:
     from kt_runtime.serve.hosts.other import ServingHost
-    from kt_runtime.sglang_patch.ranks import other_host
+    from kt_runtime.sglang_patch import other_host
 
     scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
     other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))

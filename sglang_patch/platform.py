@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kt_runtime.errors import KtError
 from kt_runtime.resident.memory import return_freed_memory
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.options import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 from kt_runtime.sglang_patch.version import check_version
 
 SYMBOLS = (
@@ -24,8 +25,6 @@ SYMBOLS = (
     "sglang.srt.platforms.interface.PlatformCapabilities",
     "sglang.srt.platforms.interface.SRTPlatform",
 )
-ATTENTION_BACKEND = "kt_cpu"
-ACCELERATOR_ATTENTION = "torch_native"
 
 if TYPE_CHECKING:
     import torch

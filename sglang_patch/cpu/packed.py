@@ -25,7 +25,7 @@ from kt_runtime.experts.gguf import GgufTensors, gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import TensorSource
 from kt_runtime.resident import progress
-from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
+from kt_runtime.sglang_patch.store import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (

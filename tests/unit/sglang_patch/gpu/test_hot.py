@@ -18,7 +18,7 @@ from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet, HotUse, LayerUse
 from kt_runtime.experts.gpu.hot.slots import expert_bytes
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
-from kt_runtime.sglang_patch import turns
+from kt_runtime.sglang_patch.resident import turns
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
 
