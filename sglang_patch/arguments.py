@@ -4,7 +4,8 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), used f
 
 Reasons for the fixed options: shared experts must not be fused into the routed experts, which the expert store holds.
 Strict LoRA loading turns an unknown key into an error. An idle scheduler sleeps and keeps no core busy
-(`resident/turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt tokens.
+(`resident/turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt
+tokens.
 SGLang sees a quantized checkpoint as unquantized: the expert store holds the experts, and `cpu/weights.py` dequantizes
 all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
 

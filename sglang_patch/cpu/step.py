@@ -45,7 +45,7 @@ from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.options import ATTENTION_BACKEND
 from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.store import expert_store, keeps_experts_in_store
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 logger = logging.getLogger(__name__)
 

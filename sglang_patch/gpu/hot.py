@@ -29,7 +29,7 @@ from kt_runtime.experts.gpu.hot.slots import chosen_form
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.wire.messages import GpuExperts
+from kt_runtime.wire.status import GpuExperts
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.resident import members
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.store import expert_store
-from kt_runtime.wire.messages import RankStatus
+from kt_runtime.wire.status import RankStatus
 
 SYMBOLS = ("sglang.srt.runtime_context.get_parallel",)
 ASK_SECONDS = 1.0

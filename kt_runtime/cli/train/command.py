@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.run.loop import RunResult
     from kt_runtime.train.stages.grpo import Sampling
     from kt_runtime.train.stages.reference_logprobs import Serving
-    from kt_runtime.wire.messages import PublishReply
+    from kt_runtime.wire.replies import PublishReply
 
 ABANDON_SECONDS = 3.0
 # The timeout of one call: 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many

@@ -32,7 +32,7 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import install_adapter
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 BATCHES = 64
 OPTIONS = (

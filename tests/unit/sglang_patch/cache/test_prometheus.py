@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kt_runtime.cache.health import DISK_COUNTERS
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.status import CacheTier
 
 
 def tier(name: str, **values: Any) -> CacheTier:

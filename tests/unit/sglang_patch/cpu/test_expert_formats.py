@@ -31,7 +31,7 @@ from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (9, 70)
 FLOAT32_TOLERANCE = 4e-5  # of a log-probability; 4e-6 was measured: sums in another order
