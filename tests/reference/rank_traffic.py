@@ -27,6 +27,7 @@ from math import comb
 from typing import Any
 
 from kt_runtime.families import family_for
+from kt_runtime.serve.models.checkpoint import count_parameters
 
 SUMMED_TWICE = 2.0
 EXPERT_BYTES = 4  # float32
@@ -121,8 +122,6 @@ def predicted(
 
 def dense_parameters(config: Mapping[str, Any]) -> int:
     """Weights outside the routed experts that a decoded token reads: all but the embedding."""
-    from kt_runtime.serve.models.checkpoint import count_parameters
-
     return count_parameters(config).dense - int(config["vocab_size"]) * int(config["hidden_size"])
 
 
