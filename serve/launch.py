@@ -39,7 +39,6 @@ from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
-from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.memory.gpu_experts import (
     check_gpu_experts,
     check_only_on_cpu,
@@ -61,6 +60,7 @@ from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.metrics_directory import remove as remove_metrics
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on

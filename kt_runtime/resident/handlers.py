@@ -30,8 +30,8 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
-from kt_runtime.resident.publishing.preparation import MOST_AHEAD, SMALL_BYTES, Preparation, Prepared
 from kt_runtime.resident.publishing.operation import Forgotten
+from kt_runtime.resident.publishing.preparation import MOST_AHEAD, SMALL_BYTES, Preparation, Prepared
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
@@ -48,10 +48,21 @@ from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages, replies
-from kt_runtime.wire.status import SessionInfo
 from kt_runtime.wire.batch import Samples
-from kt_runtime.wire.messages import CloseSession, CreateSession, Forward, ForwardBackward, Load, OptimStep, PolicyLoss, PreferenceLoss, Publish, Save
+from kt_runtime.wire.messages import (
+    CloseSession,
+    CreateSession,
+    Forward,
+    ForwardBackward,
+    Load,
+    OptimStep,
+    PolicyLoss,
+    PreferenceLoss,
+    Publish,
+    Save,
+)
 from kt_runtime.wire.replies import ForwardReply, Reply
+from kt_runtime.wire.status import SessionInfo
 
 MAX_WAITING_SAVES = 2
 """Unfinished saves of one session: each holds a copy of the session's state in memory."""

@@ -38,9 +38,9 @@ from kt_runtime.resident.no_sessions import NoSessions
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
+from kt_runtime.resident.publishing.operation import Followed
 from kt_runtime.resident.publishing.preparation import MOST_AHEAD
 from kt_runtime.resident.publishing.probe import Probe
-from kt_runtime.resident.publishing.operation import Followed
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
 from kt_runtime.resident.statuses import Statuses

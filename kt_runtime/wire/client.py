@@ -25,8 +25,8 @@ from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.messages import Activations, AnyRequest, CrossEntropy, LoraSettings, Loss, Model, RoutingReplay
 from kt_runtime.wire.replies import AnyReply, ErrorReply
-from kt_runtime.wire.status import SessionInfo
 from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import SessionInfo
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 # The effects of these requests commute, so several may be in flight. Any other request waits for all before it.

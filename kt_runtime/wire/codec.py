@@ -22,7 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kt_runtime.errors import ProtocolError
-from kt_runtime.wire.messages import PROTOCOL_VERSION, AnyRequest, Forward, ForwardBackward, MoveName, PolicyLoss, PreferenceLoss, Request
+from kt_runtime.wire.messages import (
+    PROTOCOL_VERSION,
+    AnyRequest,
+    Forward,
+    ForwardBackward,
+    MoveName,
+    PolicyLoss,
+    PreferenceLoss,
+    Request,
+)
 from kt_runtime.wire.replies import AnyReply, ForwardReply, Reply
 
 MAGIC = b"KT1"

@@ -52,9 +52,7 @@ class Training:
 
     async def restore(self, path: Path) -> None:
         """Masters and optimizer state."""
-        await self._call(
-            messages.Load(request_id=new_id(), session=self.session, path=str(path)), replies.SessionReply
-        )
+        await self._call(messages.Load(request_id=new_id(), session=self.session, path=str(path)), replies.SessionReply)
 
     async def forward(self, call: TrainingCall) -> ForwardResult:
         if call.num_bytes > SMALL_BYTES:

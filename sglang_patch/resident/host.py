@@ -22,7 +22,6 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.resident.pacing.budget import Load
 from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
-from kt_runtime.sglang_patch.resident import latencies
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import routes
@@ -32,7 +31,7 @@ from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.lora import slots as lora_slots
 from kt_runtime.sglang_patch.lora import staging as lora_staging
 from kt_runtime.sglang_patch.ranks import group
-from kt_runtime.sglang_patch.resident import members
+from kt_runtime.sglang_patch.resident import latencies, members
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.version import PINNED
 from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus

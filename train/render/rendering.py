@@ -127,9 +127,7 @@ class Renderer:
         if template is None:
             return None
         bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
-        return NamedTemplate(
-            str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking
-        )
+        return NamedTemplate(str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking)
 
     def _rendered(self, rows: Sequence[Row], tally: Tally) -> list[Item | None]:
         tally.num_rows += len(rows)

@@ -30,8 +30,8 @@ class ModelWork:
     are those in memory, where matrices of a GGUF file stay packed. `expert_path`: whose peak limits the experts, "bf16"
     or "int8". `expanded_pair_ops`, `absorbed_pair_ops`: operations of attention for one pair of tokens in all layers,
     absorbed for MLA that does not expand keys and values. `adapter_parameters`: of the adapter's matrices that one
-    token takes, for rank 1. `windows`: of each layer that attends to earlier tokens; 0: it sees all. `state_numbers`, `state_bytes`: of one sequence in all Gated DeltaNet layers, the first without the
-    convolution's inputs.
+    token takes, for rank 1. `windows`: of each layer that attends to earlier tokens; 0: it sees all. `state_numbers`,
+    `state_bytes`: of one sequence in all Gated DeltaNet layers, the first without the convolution's inputs.
     """
 
     dtype_bytes: int

@@ -38,7 +38,14 @@ from kt_runtime.serve.requests.bodies.free_json import (
     StopPattern,
     TemplateArguments,
 )
-from kt_runtime.serve.requests.bodies.generate import MEDIA, NO_MEDIA, NOT_OFFERED, NO_CHOICE_OF_RANK, OTHER_RANKS, SessionParams
+from kt_runtime.serve.requests.bodies.generate import (
+    MEDIA,
+    NO_CHOICE_OF_RANK,
+    NO_MEDIA,
+    NOT_OFFERED,
+    OTHER_RANKS,
+    SessionParams,
+)
 from kt_runtime.serve.requests.bodies.openai import ELSEWHERE, NEUTRAL, OpenAIBody
 from kt_runtime.serve.requests.bodies.sampling import NO_PROCESSORS, NO_WATERMARK
 

@@ -136,7 +136,9 @@ def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
     """Raises Refusal (400) for a content type other than JSON, and for headers that address other ranks."""
     for name, _ in headers:
         if name in RANK_HEADERS:
-            raise Refusal(400, f"header {name.decode()}: a request can not choose a rank; all ranks compute each request")
+            raise Refusal(
+                400, f"header {name.decode()}: a request can not choose a rank; all ranks compute each request"
+            )
     given = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), None)
     stated = Message()
     stated["content-type"] = (given or "").lower()

@@ -27,8 +27,8 @@ from kt_runtime.resident.training.session import Session
 from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
-from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.messages import CrossEntropy, LoraSettings
 
 FIRST_TOKEN, END_TOKEN = 3, 700

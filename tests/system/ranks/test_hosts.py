@@ -19,9 +19,9 @@ import pytest
 from reference import lora
 from reference.server import network
 from reference.server.greedy import ask
+from reference.server.rank_traffic import sent_bytes
 from system import forked_server
 
-from reference.rank_traffic import sent_bytes
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import free_port, server
 from kt_runtime.serve.models.make_model import make_model

@@ -29,9 +29,9 @@ from kt_runtime.resident.training import loss_slices
 from kt_runtime.resident.training.losses import log_softmax
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
-from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import install_adapter
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
 BATCHES = 64

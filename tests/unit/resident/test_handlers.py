@@ -24,7 +24,18 @@ from kt_runtime.resident.server import Resident
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.session import SessionId
 from kt_runtime.wire import messages
-from kt_runtime.wire.messages import AnyRequest, CloseSession, CreateSession, Forward, ForwardBackward, GetStatus, LoraSettings, OptimStep, PreferenceLoss, Publish
+from kt_runtime.wire.messages import (
+    AnyRequest,
+    CloseSession,
+    CreateSession,
+    Forward,
+    ForwardBackward,
+    GetStatus,
+    LoraSettings,
+    OptimStep,
+    PreferenceLoss,
+    Publish,
+)
 from kt_runtime.wire.replies import PublishReply
 from kt_runtime.wire.server import Incoming
 

@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from kt_runtime.wire import Incoming, ResidentClient, WireServer, messages, replies
-from kt_runtime.wire.status import ExpertStreaming, GpuExperts, KeptRoutes, SessionInfo, TrainingTurns
 from kt_runtime.wire.failures import error_reply
 from kt_runtime.wire.settings import Settings, changed
+from kt_runtime.wire.status import ExpertStreaming, GpuExperts, KeptRoutes, SessionInfo, TrainingTurns
 
 SESSION_INFO = SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
 SAMPLES: dict[Any, Any] = {str: "tiny", int: 2**40, float: 0.5, bool: True}

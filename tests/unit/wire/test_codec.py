@@ -14,11 +14,11 @@ from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import codec, messages, replies
-from kt_runtime.wire.status import SessionInfo
 from kt_runtime.wire.codec import FrameError, Limits
 from kt_runtime.wire.messages import Forward, ForwardBackward, GetStatus, OptimStep, PreferenceLoss
 from kt_runtime.wire.replies import ForwardReply
 from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import SessionInfo
 
 LORA = messages.LoraSettings(rank=8, alpha=16.0, dropout=0.1, targets=["attention", "experts"], seed=7)
 INFO = SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)

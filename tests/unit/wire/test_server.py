@@ -16,8 +16,8 @@ import zmq
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.wire import WireServer, codec, messages, replies
-from kt_runtime.wire.replies import DoneReply, ErrorReply, ForwardReply
 from kt_runtime.wire.messages import ForwardBackward, GetStatus, OptimStep
+from kt_runtime.wire.replies import DoneReply, ErrorReply, ForwardReply
 
 
 def batch(*tokens: int) -> dict[str, np.ndarray]:

@@ -22,7 +22,15 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
 from kt_runtime.experts.gpu.hot.layer import HotExperts, Step
 from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
-from kt_runtime.experts.gpu.hot.slots import CarriedLayer, Form, PackedSlots, PlainSlots, Scratch, scratch_bytes, slot_bytes
+from kt_runtime.experts.gpu.hot.slots import (
+    CarriedLayer,
+    Form,
+    PackedSlots,
+    PlainSlots,
+    Scratch,
+    scratch_bytes,
+    slot_bytes,
+)
 from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.values import ExpertShape
 

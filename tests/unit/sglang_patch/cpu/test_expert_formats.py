@@ -29,8 +29,8 @@ from kt_runtime.families.gguf import EXPERT_TYPES, packed_name
 from kt_runtime.serve.models.gguf_model import gguf_directory
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
-from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (9, 70)

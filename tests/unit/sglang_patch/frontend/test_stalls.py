@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from kt_runtime.sglang_patch.frontend.stalls import BUSY_SHARE, GRACE_SECONDS, HUNG_SECONDS, POLL_SECONDS, RANK_SECONDS, SILENT_SECONDS, EngineStalled, Stalls
+from kt_runtime.sglang_patch.frontend.stalls import (
+    BUSY_SHARE,
+    GRACE_SECONDS,
+    HUNG_SECONDS,
+    POLL_SECONDS,
+    RANK_SECONDS,
+    SILENT_SECONDS,
+    EngineStalled,
+    Stalls,
+)
 from kt_runtime.sglang_patch.ranks.looks import Look, look_at, rank_names
 
 SCHEDULER, DETOKENIZER = 11, 12

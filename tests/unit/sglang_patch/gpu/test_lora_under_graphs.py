@@ -19,8 +19,8 @@ from kt_runtime.families import family_for
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.gpu import experts
 from kt_runtime.sglang_patch.lora import step as lora_step
-from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+from kt_runtime.sglang_patch.store import expert_store
 
 SIZE = 4
 
