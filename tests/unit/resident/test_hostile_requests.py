@@ -234,12 +234,12 @@ def test_no_value_of_any_field_is_the_server_s_fault(desk: Desk, kind: str) -> N
         if kind == "optim_step":
             desk.ask("create_session", VALID["create_session"] | {"session": "stepped"})
             desk.ask("forward_backward", VALID["forward_backward"] | {"session": "stepped"})
-        replies = [desk.ask(kind, changed)]
+        answers = [desk.ask(kind, changed)]
         if kind == "optim_step":
-            replies += trained(desk, "stepped")
-        if kind == "create_session" and isinstance(replies[0], replies.SessionReply):
-            replies += trained(desk, replies[0].info.session)
-        for reply in replies:
+            answers += trained(desk, "stepped")
+        if kind == "create_session" and isinstance(answers[0], replies.SessionReply):
+            answers += trained(desk, answers[0].info.session)
+        for reply in answers:
             if isinstance(reply, replies.ErrorReply) and reply.category != "user":
                 faults.append(f"{what}: {reply.kind}: {reply.message[:200]}")
     assert faults == []
