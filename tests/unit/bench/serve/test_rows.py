@@ -83,8 +83,8 @@ def test_the_dram_limit_counts_distinct_experts() -> None:
 
 def test_matrices_of_a_gguf_file_count_packed() -> None:
     name, plain = "model.layers.0.self_attn.o_proj.weight", model_work(QWEN, "bfloat16")
-    packed = {"quant_method": "gguf", "files": ["x"], "experts": [["Q8_0", "Q8_0"]] * 12}
-    packed["dense"] = {name: "Q8_0", "lm_head.weight": "Q8_0"}
+    dense = {name: "Q8_0", "lm_head.weight": "Q8_0"}
+    packed = {"quant_method": "gguf", "files": ["x"], "experts": [["Q8_0", "Q8_0"]] * 12, "dense": dense}
     work = model_work({**QWEN, "quantization_config": packed}, "bfloat16")
     assert plain.dense_bytes - work.dense_bytes == 2 * 1024 * 1024 - packed_bytes("Q8_0", 1024, 1024)
     assert (plain.head_bytes, work.head_bytes) == (2 * 768 * 1024, packed_bytes("Q8_0", 768, 1024))
@@ -132,7 +132,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     plain = work.prefill(1).operations["bf16"] - 2 * work.head_parameters
     attention = work.prefill(1000).operations["bf16"] - 2 * work.head_parameters - 1000 * plain
     pairs = 6 * (1000 * 1001 / 2 + 128 * 129 / 2 + 872 * 128) - 12 * 1000  # a token alone sees itself
-    assert attention == pytest.approx(pairs * 2 * 24 * 2 * 64, rel=1e-9)
+    assert attention == same(pairs * 2 * 24 * 2 * 64)
 
 
 def test_a_step_reads_and_writes_the_states_of_gated_deltanet_layers() -> None:
