@@ -116,7 +116,7 @@ def attend_backward(
     """Gradients of `attend` without slots and cap (csrc/ops/attention_backward.h)."""
 
 class PackedMatrix:
-    """The matrix [rows, cols] of a linear layer (csrc/weights/packed_matrix.h). Its buffer is the packed bytes.
+    """The matrix [rows, cols] of a linear layer (csrc/weights/packed.h). Its buffer is the packed bytes.
 
     parts: (GGUF type, rows), below each other. `ends`: the row after the last of each part.
     """

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
-from kt_runtime.serve.memory.machine import gpu_problem, gpus_are_hidden, has_gpu
+from kt_runtime.serve.memory.machine import HOST, gpu_index, gpu_problem, gpus_are_hidden, has_gpu
 
 if TYPE_CHECKING:
     from kt_runtime.device import DeviceFacts
 
-HOST = "cpu"
 NVIDIA = "cuda"
 
 
@@ -38,10 +37,6 @@ def chosen_device(asked: str | None) -> str:
     if asked is not None:
         raise InvalidValueError(f"--device {asked}: PyTorch finds no GPU on this machine; leave it out, or name cpu")
     return HOST
-
-
-def gpu_index(device: str) -> int:
-    return int(device.partition(":")[2] or 0)
 
 
 def count() -> int:

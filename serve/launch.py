@@ -39,14 +39,13 @@ from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
-from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.gpu_experts import (
     check_gpu_experts,
     check_only_on_cpu,
     check_stream_experts,
     only_on_cpu,
 )
-from kt_runtime.serve.memory.machine import has_gpu
+from kt_runtime.serve.memory.machine import HOST, has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
 from kt_runtime.serve.memory.routes import check_routing_replay
@@ -61,6 +60,7 @@ from kt_runtime.serve.metrics_directory import metrics_directory
 from kt_runtime.serve.metrics_directory import remove as remove_metrics
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from kt_runtime.serve.hosts.gathering import Gathered
     from kt_runtime.sglang_patch.frontend.http_server import Engine
-    from kt_runtime.sglang_patch.frontend.stalls import Look
+    from kt_runtime.sglang_patch.ranks.looks import Look
     from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def _run_other_host(
     console: Console,
 ) -> NoReturn:
     from kt_runtime.serve.hosts.other import ServingHost
-    from kt_runtime.sglang_patch.ranks import other_host
+    from kt_runtime.sglang_patch import other_host
 
     scratch = directory / f"sglang-{options.port}-host-{options.node_rank}"
     other_host.run(arguments, ServingHost(ranks, options.node_rank, scratch, settings.wire_address, console))
@@ -505,7 +505,7 @@ def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOpti
     chosen = devices.chosen_device(options.device)
     for line in devices.describe(chosen, options.device):
         say(line)
-    if options.device == devices.HOST or devices.gpus_are_hidden():
+    if options.device == HOST or devices.gpus_are_hidden():
         devices.use_host_only()
     return dataclasses.replace(options, device=chosen)
 

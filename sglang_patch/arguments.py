@@ -4,7 +4,8 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), used f
 
 Reasons for the fixed options: shared experts must not be fused into the routed experts, which the expert store holds.
 Strict LoRA loading turns an unknown key into an error. An idle scheduler sleeps and keeps no core busy
-(`turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt tokens.
+(`resident/turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt
+tokens.
 SGLang sees a quantized checkpoint as unquantized: the expert store holds the experts, and `cpu/weights.py` dequantizes
 all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
 
@@ -52,7 +53,7 @@ from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
 from kt_runtime.sglang_patch.delta.states import state_arguments
 from kt_runtime.sglang_patch.models.sparse_options import refuse_options
-from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
+from kt_runtime.sglang_patch.options import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (

@@ -1,8 +1,12 @@
-"""Options that the user passes on to SGLang, as written on the command line."""
+"""SGLang's options: as the user writes them on the command line, and values that kt-runtime gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+ATTENTION_BACKEND = "kt_cpu"
+ACCELERATOR_ATTENTION = "torch_native"
+"""Values of SGLang's `--attention-backend`: kt-runtime's on a CPU, and SGLang's on an accelerator without CUDA."""
 
 
 def last_value(arguments: Sequence[str], option: str) -> str | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kt_runtime.errors import KtError
 from kt_runtime.resident.memory import return_freed_memory
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.options import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 from kt_runtime.sglang_patch.version import check_version
 
 SYMBOLS = (
@@ -28,8 +29,6 @@ SYMBOLS = (
     "sglang.srt.platforms.interface.PlatformCapabilities",
     "sglang.srt.platforms.interface.SRTPlatform",
 )
-ATTENTION_BACKEND = "kt_cpu"
-ACCELERATOR_ATTENTION = "torch_native"
 # Kernels for NVIDIA's GPUs and compilers of such kernels. Their imports take seconds, and no other device runs them.
 ONLY_FOR_CUDA = ("flashinfer", "cutlass", "tilelang", "humming", "quack")
 

@@ -36,17 +36,18 @@ PATCHES = (
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),
-    *("grammar.stop_patterns", "grammar.backend", "latencies", "turns", "warm_up"),
+    *("grammar.stop_patterns", "grammar.backend", "resident.latencies", "resident.turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = (
     "hooks",
-    "host",
+    "store",
+    "resident.host",
     "gpu.experts",
     "lora.step",
     "ranks.group",
-    "ranks.members",
+    "resident.members",
     "ranks.deaths",
-    "ranks.other_host",
+    "other_host",
     "frontend.http_server",
     "frontend.tokenizing",
     "frontend.chat_logprobs",
@@ -56,7 +57,7 @@ TOUCHED_OTHERWISE = (
     "models.sparse_options",
     "faults.answers",
     "grammar.log",
-    "turn_metrics",
+    "resident.turn_metrics",
 )
 """Modules that read or call SGLang without patching it in every process. `frontend.http_server` also lists the symbols
 of the other modules in its folder, and `cache.events` lists those of `cache.backend`."""

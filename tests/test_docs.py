@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_the_map_of_folders_is_the_tree() -> None:
     folders = {path.relative_to(ROOT).as_posix() for path in tops if not path.is_symlink()}
     missing = {name for name in folders if not any(each == name or each.startswith(f"{name}/") for each in mapped)}
     assert not missing, "in the checkout, not in the map of docs/architecture.md"
+
+
+def test_the_parsers_of_each_preset_are_in_the_table_of_the_http_page() -> None:
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8").split("### Tool calls and reasoning\n")[1]
+    said = {
+        name: (tools.strip("`"), reasoning.strip("`"))
+        for names, tools, reasoning in re.findall(r"^\| ([\w., -]+) \| (`[\w-]+`|none) \| (`[\w-]+`|none)", page, re.M)
+        for name in names.split(", ")
+        if name != "preset"
+    }
+    presets = {path.stem: json.loads(path.read_bytes()) for path in (ROOT / "configs" / "models").glob("[A-Zg]*.json")}
+    keys = ("tool_call_parser", "reasoning_parser")
+    assert said == {name: tuple(preset.get(key) or "none" for key in keys) for name, preset in presets.items()}
 
 
 def test_each_fault_s_tests_exist() -> None:

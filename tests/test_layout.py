@@ -189,6 +189,30 @@ def test_a_circle_within_a_folder_is_found() -> None:
             assert set(circle_in(planted)) >= {name, other}
 
 
+def folder_graph(folder: str, modules: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What `folder` holds, sub-folders and modules alike -> what of it each imports."""
+    graph: dict[str, set[str]] = {}
+    for name, imported in modules.items():
+        if name.startswith(f"{folder}."):
+            inside = {found.split(".")[folder.count(".") + 1] for found in imported if found.startswith(f"{folder}.")}
+            child = name.split(".")[folder.count(".") + 1]
+            graph.setdefault(child, set()).update(inside - {child})
+    return graph
+
+
+def test_no_parts_of_a_folder_import_each_other_in_a_circle() -> None:
+    graph = module_graph()
+    folders = {name.rpartition(".")[0] for name in graph} - {"kt_runtime"}
+    circles = {folder: circle_in(folder_graph(folder, graph)) for folder in sorted(folders)}
+    assert not {folder: circle for folder, circle in circles.items() if circle}
+
+
+def test_a_circle_between_sub_folders_is_found() -> None:
+    modules = {"a.b.c": {"a.d.e"}, "a.d.f": {"a.b.g"}, "a.b.g": set(), "a.d.e": set(), "a": {"a.b.c", "a.d.f"}}
+    assert not circle_in(modules) and set(circle_in(folder_graph("a", modules))) == {"b", "d"}
+    assert not circle_in(folder_graph("a.b", modules))
+
+
 @pytest.mark.parametrize("part", sorted(RESIDENT_MAY_IMPORT))
 def test_imports_inside_resident_go_down_only(part: str) -> None:
     place = f"kt_runtime.resident.{part}"

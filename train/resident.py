@@ -10,16 +10,9 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Samples, Ticket
-from kt_runtime.wire.messages import (
-    Activations,
-    Model,
-    OptimReply,
-    PublishReply,
-    RoutingReplay,
-    SavedReply,
-    SessionInfo,
-    StatusReply,
-)
+from kt_runtime.wire.messages import Activations, Model, RoutingReplay
+from kt_runtime.wire.replies import OptimReply, PublishReply, SavedReply, StatusReply
+from kt_runtime.wire.status import SessionInfo
 
 
 class Resident(Protocol):

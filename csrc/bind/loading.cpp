@@ -16,7 +16,7 @@
 #include "threads/topology.h"
 #include "weights/gguf_layer.h"
 #include "weights/loader.h"
-#include "weights/packed_matrix.h"
+#include "weights/packed.h"
 
 namespace py = pybind11;
 

@@ -23,7 +23,6 @@
 #include "ops/router/grouped_router.h"
 #include "ranks/exchange.h"
 #include "weights/packed.h"
-#include "weights/packed_matrix.h"
 
 namespace kt {
 

@@ -18,12 +18,6 @@ std::string name_of(const std::string& prefix, Projection part, const char* kind
   return prefix + ".ffn_" + kProjectionNames[part] + "_exps" + kind;
 }
 
-std::string text_of(const std::vector<int64_t>& sizes) {
-  std::string text = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-  return text + "]";
-}
-
 int64_t strip_blocks_of(int64_t row_bytes) { return std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows)); }
 int64_t row_bytes_of(const GgufType& type, int64_t cols) { return cols / type.columns * type.bytes; }
 
@@ -105,7 +99,7 @@ Status GgufLayer::find(const Checkpoint& checkpoint, const std::string& prefix, 
     return bad_checkpoint(where(part) + " has type " + entry.dtype + "; experts are served in " + known_gguf_types());
   const std::vector<int64_t> wanted = {shape.num_experts, rows, cols};
   if (entry.shape != wanted)
-    return bad_checkpoint(where(part) + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
+    return bad_checkpoint(where(part) + " has shape " + shape_text(entry.shape) + ", expected " + shape_text(wanted));
   if (cols % found.type->columns)
     return bad_checkpoint(where(part) + " has rows of " + std::to_string(cols) + " weights, expected a multiple of " +
                           std::to_string(found.type->columns) + " (blocks of " + entry.dtype + ")");

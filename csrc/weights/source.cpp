@@ -9,12 +9,6 @@ using Sizes = std::vector<int64_t>;
 
 int64_t divide_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
-std::string text_of(const Sizes& sizes) {
-  std::string text = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-  return text + "]";
-}
-
 std::string text_of(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : " or ") + name;
@@ -33,7 +27,7 @@ Status find_tensor(const Checkpoint& checkpoint, const std::string& name, const 
   if (std::find(dtypes.begin(), dtypes.end(), entry.dtype) == dtypes.end())
     return bad_checkpoint(part->where() + " has dtype " + entry.dtype + ", expected " + text_of(dtypes));
   if (entry.shape != wanted)
-    return bad_checkpoint(part->where() + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
+    return bad_checkpoint(part->where() + " has shape " + shape_text(entry.shape) + ", expected " + shape_text(wanted));
   return {};
 }
 

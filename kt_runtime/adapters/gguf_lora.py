@@ -282,10 +282,6 @@ def _joined(stored: Sequence[_Stored | None], held: Held, first: _Stored) -> Lor
     return LoraPair(a, torch.cat(rows))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
 def _stored_pairs(pair: LoraPair, held: Held) -> Iterator[tuple[str, LoraPair]]:
     """(matrix of the file, its pair) for a module's pair."""
     a = pair.a if held.columns is None else pair.a[:, torch.tensor(held.columns)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from kt_runtime.resident.scheduler import Plan
-from kt_runtime.wire.messages import AnyRequest, ErrorReply
+from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.replies import ErrorReply
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True):

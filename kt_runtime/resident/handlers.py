@@ -30,8 +30,9 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
+from kt_runtime.resident.publishing.operation import Forgotten
 from kt_runtime.resident.publishing.preparation import MOST_AHEAD, SMALL_BYTES, Preparation, Prepared
-from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
+from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.call import CallResult
@@ -46,22 +47,22 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 from kt_runtime.resident.workers import Workers
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.batch import Samples
 from kt_runtime.wire.messages import (
     CloseSession,
     CreateSession,
     Forward,
     ForwardBackward,
-    ForwardReply,
     Load,
     OptimStep,
     PolicyLoss,
     PreferenceLoss,
     Publish,
-    Reply,
     Save,
 )
+from kt_runtime.wire.replies import ForwardReply, Reply
+from kt_runtime.wire.status import SessionInfo
 
 MAX_WAITING_SAVES = 2
 """Unfinished saves of one session: each holds a copy of the session's state in memory."""
@@ -97,7 +98,7 @@ class Answers:
             if isinstance(outcome, Exception):
                 self.fail(request.request_id, outcome)
                 return
-            reply = messages.PublishReply(
+            reply = replies.PublishReply(
                 request_id=request.request_id,
                 name=name,
                 version=outcome.hash,
@@ -113,7 +114,7 @@ class Answers:
             if isinstance(outcome, Exception):
                 self.fail(request.request_id, outcome)
             else:
-                self.reply(messages.ForgottenReply(request_id=request.request_id, lora_id=outcome), None)
+                self.reply(replies.ForgottenReply(request_id=request.request_id, lora_id=outcome), None)
 
         return done
 
@@ -147,10 +148,10 @@ class SessionHandlers:
         self._ahead: set[str] = set()  # keys of publications that are prepared before their requests were taken
         self._sessions_made = self._jobs_begun = self._saves_begun = 0
 
-    def infos(self) -> list[messages.SessionInfo]:
+    def infos(self) -> list[SessionInfo]:
         return [self._info(session) for session in self._sessions.values()]
 
-    def _info(self, session: Session) -> messages.SessionInfo:
+    def _info(self, session: Session) -> SessionInfo:
         return msgspec.structs.replace(session.info(), publishes=self._publisher.owners.names_of(session.id))
 
     def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
@@ -262,7 +263,7 @@ class SessionHandlers:
         self._publisher.owners.begin(session.id)
         if request.publishes is not None:
             self._publisher.owners.claim(request.publishes, session.id)
-        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+        self._answers.reply(replies.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _opening(self, request: CreateSession) -> Opening:
         """Runs all checks that need no file."""
@@ -314,7 +315,7 @@ class SessionHandlers:
             raise
         return session
 
-    def _counted(self) -> list[messages.SessionInfo]:
+    def _counted(self) -> list[SessionInfo]:
         """The sessions that count against the limits: open ones, and those being opened."""
         return [*self.infos(), *(opening.info() for opening in self._openings.values())]
 
@@ -394,7 +395,7 @@ class SessionHandlers:
             lora_plus_ratio=request.lora_plus_ratio,
         )
         norm: float = yield from session.optim_step(settings)
-        reply = messages.OptimReply(
+        reply = replies.OptimReply(
             request_id=request.request_id, step=session.step, grad_norm=norm, finished_at=time.time()
         )
         self._answers.reply(reply, None)
@@ -422,7 +423,7 @@ class SessionHandlers:
 
         def write() -> Reply:
             content = checkpoint.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
-            return messages.SavedReply(
+            return replies.SavedReply(
                 request_id=request.request_id, path=str(path), content_hash=content, step=snapshot.saved.step
             )
 
@@ -441,7 +442,7 @@ class SessionHandlers:
             str(path), lambda: checkpoint.read(path, session, self._twin.family, self._host)
         )
         yield from checkpoint.restore(session, saved)
-        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+        self._answers.reply(replies.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
         """The session pauses while a worker makes a version of its masters, but not while the name moves. A small one
@@ -496,7 +497,7 @@ class SessionHandlers:
             free_spare_memory()
             free_spare()
             return_freed_memory()
-        self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
+        self._answers.reply(replies.DoneReply(request_id=request.request_id), None)
 
 
 def _version_of(session: Session, request: Publish, preparation: Preparation) -> Prepared:

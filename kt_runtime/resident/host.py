@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kt_runtime.resident.pacing.budget import Load
     from kt_runtime.resident.pacing.latencies import Latencies
     from kt_runtime.resident.routes.store import RouteStore
-    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
+    from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 
 @dataclass

@@ -23,7 +23,8 @@ from kt_runtime.errors import (
 from kt_runtime.wire import codec
 from kt_runtime.wire.codec import Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import ErrorReply, MoveName
+from kt_runtime.wire.messages import MoveName
+from kt_runtime.wire.replies import ErrorReply
 from kt_runtime.wire.ticket import open_dealer
 
 Done = Callable[[Exception | None], None]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.handlers import Arrays, SessionRequest
 from kt_runtime.resident.scheduler import Slice, Slices
-from kt_runtime.wire.messages import Publish, SessionInfo
+from kt_runtime.wire.messages import Publish
+from kt_runtime.wire.status import SessionInfo
 
 
 class NoSessions:

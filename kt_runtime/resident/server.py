@@ -38,9 +38,10 @@ from kt_runtime.resident.no_sessions import NoSessions
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
+from kt_runtime.resident.publishing.operation import Followed
 from kt_runtime.resident.publishing.preparation import MOST_AHEAD
 from kt_runtime.resident.publishing.probe import Probe
-from kt_runtime.resident.publishing.publisher import Followed, Publisher
+from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.training.session_limits import SessionLimits
@@ -49,9 +50,10 @@ from kt_runtime.resident.twin.model import Twin
 from kt_runtime.resident.twin.split import why_not_trained
 from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.resident.workers import Workers
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.failures import error_from, error_reply
-from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.replies import ErrorReply, Reply
 from kt_runtime.wire.server import Incoming, WireServer
 from kt_runtime.wire.settings import Settings, changed
 from kt_runtime.wire.status import TrainingTurns
@@ -374,7 +376,7 @@ class Resident:
                     self._statuses.ask(request)
                 return None
             case messages.ListAdapters():
-                return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
+                return replies.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
             case messages.LoadAdapter() | messages.FollowAdapter():
                 done, key = self._answers.when_moved(request, request.name), f"load {request.request_id}"
                 ahead = key if key in self._ahead else None
@@ -392,8 +394,8 @@ class Resident:
             case messages.DropAdapter():
                 self.publisher.drop(request.lora_id)
             case messages.ChangeSettings():
-                return messages.SettingsReply(request_id=request.request_id, settings=self._changed(request.changes))
-        return messages.DoneReply(request_id=request.request_id)
+                return replies.SettingsReply(request_id=request.request_id, settings=self._changed(request.changes))
+        return replies.DoneReply(request_id=request.request_id)
 
     def _changed(self, changes: Mapping[str, Any]) -> Settings:
         self.budget.settings = changed(self.budget.settings, changes)
@@ -420,7 +422,7 @@ class Resident:
 
     def _status(self, request_id: str, fingerprint: str) -> Reply:
         decoded, not_exact = self._host.decoded, self._host.not_exact
-        return messages.StatusReply(
+        return replies.StatusReply(
             request_id=request_id,
             runtime_version=__version__,
             sglang_version=self._host.engine_version,

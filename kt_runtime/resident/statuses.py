@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from kt_runtime.resident.fingerprint import WeightsFingerprint
-from kt_runtime.wire.messages import GetStatus, Reply
+from kt_runtime.wire.messages import GetStatus
+from kt_runtime.wire.replies import Reply
 
 
 class _Asked(NamedTuple):

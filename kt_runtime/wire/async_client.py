@@ -12,7 +12,8 @@ from kt_runtime.wire import codec
 from kt_runtime.wire.address import probe
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.replies import ErrorReply, Reply
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 _R = TypeVar("_R", bound=Reply)

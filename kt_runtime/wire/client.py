@@ -18,30 +18,21 @@ import numpy.typing as npt
 import zmq
 
 from kt_runtime.errors import ProtocolError
-from kt_runtime.wire import codec, messages
+from kt_runtime.wire import codec, messages, replies
 from kt_runtime.wire.address import probe
 from kt_runtime.wire.batch import Batch, Samples
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import (
-    Activations,
-    AnyReply,
-    AnyRequest,
-    CrossEntropy,
-    ErrorReply,
-    LoraSettings,
-    Loss,
-    Model,
-    RoutingReplay,
-    SessionInfo,
-)
+from kt_runtime.wire.messages import Activations, AnyRequest, CrossEntropy, LoraSettings, Loss, Model, RoutingReplay
+from kt_runtime.wire.replies import AnyReply, ErrorReply
 from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import SessionInfo
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 # The effects of these requests commute, so several may be in flight. Any other request waits for all before it.
 COMMUTING = (messages.GetStatus, messages.Forward, messages.ForwardBackward)
 
-_R = TypeVar("_R", bound=messages.Reply)
+_R = TypeVar("_R", bound=replies.Reply)
 
 
 @dataclass(frozen=True)
@@ -95,15 +86,15 @@ class ResidentClient:
 
     # One method per message.
 
-    def status(self, *, verify_weights: bool = False, wait_s: float | None = None) -> messages.StatusReply:
+    def status(self, *, verify_weights: bool = False, wait_s: float | None = None) -> replies.StatusReply:
         """`wait_s`: how long to wait for the weights' hash, as in `messages.GetStatus`."""
         request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights, wait_s=wait_s)
-        return self._call(request, messages.StatusReply)
+        return self._call(request, replies.StatusReply)
 
     def change_settings(self, **changes: Any) -> Settings:
         """The settings after the changes, as `wire.settings.changed` makes them; without changes the present ones."""
         request = messages.ChangeSettings(request_id=self._next_id(), changes=changes)
-        return self._call(request, messages.SettingsReply).settings
+        return self._call(request, replies.SettingsReply).settings
 
     def create_session(
         self,
@@ -125,7 +116,7 @@ class ResidentClient:
             publishes=publishes,
             take_over=take_over,
         )
-        return self._call(request, messages.SessionReply).info
+        return self._call(request, replies.SessionReply).info
 
     def forward(
         self,
@@ -229,7 +220,7 @@ class ResidentClient:
 
     def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult:
         reply, arrays = self.wait(ticket)
-        answer = checked_type(self.address, reply, messages.ForwardReply)
+        answer = checked_type(self.address, reply, replies.ForwardReply)
         if len(arrays["logprobs"]) != batch.num_tokens:
             raise ProtocolError(f"{self.address}: {len(arrays['logprobs'])} logprobs for {batch.num_tokens} targets")
         return ForwardResult(
@@ -242,42 +233,42 @@ class ResidentClient:
             answer.num_computed,
         )
 
-    def optim_step(self, session: str, learning_rate: float, **settings: Any) -> messages.OptimReply:
+    def optim_step(self, session: str, learning_rate: float, **settings: Any) -> replies.OptimReply:
         """`settings`: beta1, beta2, epsilon, weight_decay, max_grad_norm, lora_plus_ratio."""
         request = messages.OptimStep(
             request_id=self._next_id(), session=session, learning_rate=learning_rate, **settings
         )
-        return self._call(request, messages.OptimReply)
+        return self._call(request, replies.OptimReply)
 
-    def save(self, session: str, path: str, *, optimizer: bool = True, replace: bool = False) -> messages.SavedReply:
+    def save(self, session: str, path: str, *, optimizer: bool = True, replace: bool = False) -> replies.SavedReply:
         """`path` is on the resident's file system."""
         request = messages.Save(
             request_id=self._next_id(), session=session, path=str(path), optimizer=optimizer, replace=replace
         )
-        return self._call(request, messages.SavedReply)
+        return self._call(request, replies.SavedReply)
 
     def load(self, session: str, path: str) -> SessionInfo:
         request = messages.Load(request_id=self._next_id(), session=session, path=str(path))
-        return self._call(request, messages.SessionReply).info
+        return self._call(request, replies.SessionReply).info
 
-    def publish(self, session: str, name: str, *, take_over: bool = False) -> messages.PublishReply:
+    def publish(self, session: str, name: str, *, take_over: bool = False) -> replies.PublishReply:
         request = messages.Publish(request_id=self._next_id(), session=session, name=name, take_over=take_over)
-        return self._call(request, messages.PublishReply)
+        return self._call(request, replies.PublishReply)
 
     def close_session(self, session: str) -> None:
-        self._call(messages.CloseSession(request_id=self._next_id(), session=session), messages.DoneReply)
+        self._call(messages.CloseSession(request_id=self._next_id(), session=session), replies.DoneReply)
 
-    def load_adapter(self, name: str, path: str, *, take_over: bool = False) -> messages.PublishReply:
+    def load_adapter(self, name: str, path: str, *, take_over: bool = False) -> replies.PublishReply:
         """`path` is on the resident's file system."""
         request = messages.LoadAdapter(request_id=self._next_id(), name=name, path=str(path), take_over=take_over)
-        return self._call(request, messages.PublishReply)
+        return self._call(request, replies.PublishReply)
 
-    def rollback_adapter(self, name: str, adapter_version: str | None = None) -> messages.PublishReply:
+    def rollback_adapter(self, name: str, adapter_version: str | None = None) -> replies.PublishReply:
         request = messages.RollbackAdapter(request_id=self._next_id(), name=name, adapter_version=adapter_version)
-        return self._call(request, messages.PublishReply)
+        return self._call(request, replies.PublishReply)
 
-    def list_adapters(self) -> list[messages.AdapterInfo]:
-        return self._call(messages.ListAdapters(request_id=self._next_id()), messages.AdaptersReply).adapters
+    def list_adapters(self) -> list[replies.AdapterInfo]:
+        return self._call(messages.ListAdapters(request_id=self._next_id()), replies.AdaptersReply).adapters
 
     # Any request, without waiting.
 

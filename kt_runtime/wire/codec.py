@@ -24,17 +24,15 @@ import numpy.typing as npt
 from kt_runtime.errors import ProtocolError
 from kt_runtime.wire.messages import (
     PROTOCOL_VERSION,
-    AnyReply,
     AnyRequest,
     Forward,
     ForwardBackward,
-    ForwardReply,
     MoveName,
     PolicyLoss,
     PreferenceLoss,
-    Reply,
     Request,
 )
+from kt_runtime.wire.replies import AnyReply, ForwardReply, Reply
 
 MAGIC = b"KT1"
 NUM_LEADING_FRAMES = 3

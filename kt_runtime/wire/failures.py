@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kt_runtime import errors
 from kt_runtime.errors import KtError, NumericsError, RuntimeFault, UnknownNameError, UserError
-from kt_runtime.wire.messages import ErrorReply
+from kt_runtime.wire.replies import ErrorReply
 
 MAX_MESSAGE_CHARACTERS = 2000
 

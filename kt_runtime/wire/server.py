@@ -34,7 +34,8 @@ from kt_runtime.wire.address import ipc_path, private_directory
 from kt_runtime.wire.answers import Admission, AnswerBook
 from kt_runtime.wire.codec import MEBIBYTE, Arrays, FrameError, Limits
 from kt_runtime.wire.failures import error_reply
-from kt_runtime.wire.messages import GetStatus, ListAdapters, Reply, Request
+from kt_runtime.wire.messages import GetStatus, ListAdapters, Request
+from kt_runtime.wire.replies import Reply
 
 logger = logging.getLogger(__name__)
 

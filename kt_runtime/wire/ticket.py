@@ -13,7 +13,8 @@ from kt_runtime.errors import KtError, ProtocolError, RequestTimeoutError, Serve
 from kt_runtime.wire import codec
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import AnyReply, AnyRequest, ErrorReply, Reply
+from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.replies import AnyReply, ErrorReply, Reply
 
 FIRST_RESEND_SECONDS = 5.0
 LAST_RESEND_SECONDS = 60.0

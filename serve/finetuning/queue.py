@@ -23,7 +23,7 @@ from kt_runtime.serve.finetuning.files import FileStore, new_id
 from kt_runtime.serve.finetuning.jobs import CheckpointRecord, JobError, JobRecord, JobStore, Status
 from kt_runtime.serve.finetuning.recipe import CHECKPOINTS_KEPT, ServerFacts, WrongFile, checkpoint_name, prepare
 from kt_runtime.serve.finetuning.trainer import POLL_SECONDS, Connection, Trainer
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.async_client import AsyncResidentClient
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class JobQueue:
             for session in [one["session"] for one in status["sessions"]]:
                 if session.startswith(f"{job.id}-"):
                     request = messages.CloseSession(request_id=f"finetuning-{secrets.token_hex(8)}", session=session)
-                    await self._resident.call(request, messages.DoneReply, CLOSE_SECONDS)
+                    await self._resident.call(request, replies.DoneReply, CLOSE_SECONDS)
             for name in list(status["adapters"]):
                 if name.startswith(f"{ROLLOUTS}{job.id}-"):
                     await self._adapters.unload(name)

@@ -20,9 +20,9 @@ from kt_runtime.serve.hosts.messages import ProcessLook
 from kt_runtime.serve.hosts.place import HostPlace, interface_of
 from kt_runtime.serve.models.report import ResolvedModel
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.sglang_patch.frontend.stalls import RANK, Look
 from kt_runtime.sglang_patch.ranks import meeting
 from kt_runtime.sglang_patch.ranks.deaths import placed
+from kt_runtime.sglang_patch.ranks.looks import RANK, Look
 from kt_runtime.sglang_patch.ranks.watch import CAUSE_SECONDS, RankWatch
 
 logger = logging.getLogger(__name__)

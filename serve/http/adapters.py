@@ -18,7 +18,7 @@ import msgspec
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.serve.hosts.shared_copy import shared_copy
 from kt_runtime.serve.http.names import NamesServer
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.async_client import AsyncResidentClient
 from kt_runtime.wire.messages import AnyRequest
 
@@ -57,7 +57,7 @@ class Adapters:
         """
         request = messages.GetStatus(request_id=_new_id(), verify_weights=verify_weights, wait_s=HASH_SECONDS)
         timeout_s = CHANGE_SECONDS if verify_weights else STATUS_SECONDS
-        reply = await self._resident.call(request, messages.StatusReply, timeout_s)
+        reply = await self._resident.call(request, replies.StatusReply, timeout_s)
         return {
             **_fields(reply),
             "wire_address": self._resident.address,
@@ -71,7 +71,7 @@ class Adapters:
     async def list_all(self) -> list[dict[str, Any]]:
         """The fields of `AdapterInfo`; each version also has `in_flight`, the number of requests that use it."""
         reply = await self._resident.call(
-            messages.ListAdapters(request_id=_new_id()), messages.AdaptersReply, STATUS_SECONDS
+            messages.ListAdapters(request_id=_new_id()), replies.AdaptersReply, STATUS_SECONDS
         )
         adapters = [_fields(info) for info in reply.adapters]
         for version in (version for adapter in adapters for version in adapter["versions"]):
@@ -120,7 +120,7 @@ class Adapters:
         former = self._names.remove(adapter_name(name))
         try:
             reply = await self._resident.call(
-                messages.ForgetAdapter(request_id=_new_id(), name=name), messages.ForgottenReply, CHANGE_SECONDS
+                messages.ForgetAdapter(request_id=_new_id(), name=name), replies.ForgottenReply, CHANGE_SECONDS
             )
         except UnknownNameError:
             if former is None:
@@ -131,11 +131,11 @@ class Adapters:
         return {"name": name, "in_flight": self._names.registry.num_in_flight(former) if former else 0}
 
     async def _change(self, request: AnyRequest) -> dict[str, Any]:
-        return _fields(await self._resident.call(request, messages.PublishReply, CHANGE_SECONDS))
+        return _fields(await self._resident.call(request, replies.PublishReply, CHANGE_SECONDS))
 
 
 async def drop_adapter(resident: AsyncResidentClient, lora_id: str) -> None:
-    await resident.call(messages.DropAdapter(request_id=_new_id(), lora_id=lora_id), messages.DoneReply, CHANGE_SECONDS)
+    await resident.call(messages.DropAdapter(request_id=_new_id(), lora_id=lora_id), replies.DoneReply, CHANGE_SECONDS)
 
 
 def adapter_name(name: str) -> str:

@@ -19,7 +19,8 @@ from typing import Protocol
 from kt_runtime.errors import ConflictError, KtError, UserError
 from kt_runtime.wire import Incoming, WireServer, codec, error_reply
 from kt_runtime.wire.codec import MEBIBYTE
-from kt_runtime.wire.messages import DoneReply, MoveName
+from kt_runtime.wire.messages import MoveName
+from kt_runtime.wire.replies import DoneReply
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kt_runtime.serve.requests.bodies.bounds import Body
 from kt_runtime.serve.requests.checks.body_reader import SMALL_BODY_BYTES
 
 FIXED_WEIGHTS = "the base model is being trained on in place; its weights never change while the server runs"
-FIXED_PROCESSES = "kt-runtime runs one model on one rank; start another server instead"
+FIXED_PROCESSES = "the processes of a server are fixed at its start; start another server instead"
 NO_EMBEDDINGS = "the models that kt-runtime serves generate text; embeddings and classes need another kind of model"
 NO_AUDIO = "the models that kt-runtime serves read text only"
 TRAINING_BODY_BYTES = 32 * 1024 * 1024

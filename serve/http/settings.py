@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.async_client import AsyncResidentClient
 
 ANSWER_SECONDS = 60.0
@@ -21,6 +21,6 @@ class RunningSettings:
     async def change(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """All settings, after `changes`, which may be empty. Errors: as of `wire.settings.changed`."""
         request = messages.ChangeSettings(request_id=f"http-{secrets.token_hex(8)}", changes=dict(changes))
-        reply = await self._resident.call(request, messages.SettingsReply, ANSWER_SECONDS)
+        reply = await self._resident.call(request, replies.SettingsReply, ANSWER_SECONDS)
         settings: dict[str, Any] = msgspec.to_builtins(reply.settings)
         return settings

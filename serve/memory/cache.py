@@ -17,8 +17,8 @@ from typing import Any
 from kt_runtime.cache.page_store import SMALLEST_QUOTA
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
-from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.plan import cached_numbers_per_token, format_bytes
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.sglang_patch.delta.states import slot_bytes, state_slots
 

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import yaml
 
 from kt_runtime.documents import Entry, Values, shown
+from kt_runtime.serve.options.named import Pins
 
 PINS_KEY = "gpu_experts"
-Pins = Mapping[int, tuple[int, ...]]
-"""Layer -> its pinned experts."""
-
 _EXPERT = re.compile(r"\.layers\.([0-9]+)\..*\.experts\.([0-9]+)$")
 
 

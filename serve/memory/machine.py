@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+HOST = "cpu"  # the name of the device without a GPU
 CGROUP = Path("/sys/fs/cgroup")
 NO_LIMIT_BYTES = 2**60
 # Device files of NVIDIA's driver, AMD's driver and WSL. Without any of them torch finds no GPU; asking torch itself
@@ -23,6 +24,10 @@ def has_gpu() -> bool:
     from kt_runtime import device
 
     return device.accelerator() is not None
+
+
+def gpu_index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
 
 
 def has_graphs() -> bool:

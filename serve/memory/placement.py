@@ -23,8 +23,9 @@ from kt_runtime.documents import Entry, Values, all_problems, read_file, shown, 
 from kt_runtime.errors import InvalidValueError, suggestion
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.memory import placement_names as known
-from kt_runtime.serve.memory.expert_pins import Pins, read_pins
+from kt_runtime.serve.memory.expert_pins import read_pins
 from kt_runtime.serve.models.checkpoint import dense_tensors
+from kt_runtime.serve.options.named import Pins
 
 NVIDIA = "cuda"  # as rule files name devices
 _DEVICE = re.compile(rf"({NVIDIA}|xpu|npu)(:[0-9]{{1,2}})?|cpu")

@@ -24,9 +24,9 @@ from kt_runtime.families.quantization import (
     quantization_of,
 )
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.graphs import graph_bytes
 from kt_runtime.serve.models.checkpoint import count_parameters, dense_tensors
+from kt_runtime.serve.options.cache_plan import CachePlan
 
 Device = Literal["cpu", "gpu"]
 

@@ -15,7 +15,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
 from kt_runtime.serve.memory.placement import Placement, module_names, read_placement
 from kt_runtime.serve.memory.plan import expert_formats
-from kt_runtime.wire.messages import StatusReply
+from kt_runtime.wire.replies import StatusReply
 
 _FORMATS = {"rawint4": "int4", "mxfp4": "mxfp4", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
 _NAME_PARTS = re.compile(r"-(amx|sft|multi-gpu(?:-([0-9]{1,2}))?)(?=[-.]|$)")

@@ -10,9 +10,8 @@ from typing import Any
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import integer
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.devices import HOST, gpu_index
 from kt_runtime.serve.memory.gpu_experts import hot_scratch_bytes
-from kt_runtime.serve.memory.machine import available_memory, has_gpu, has_graphs
+from kt_runtime.serve.memory.machine import HOST, available_memory, gpu_index, has_gpu, has_graphs
 from kt_runtime.serve.memory.plan import (
     TRAINED,
     MemoryPlan,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
-from kt_runtime.serve.memory.cache_plan import CachePlan
-from kt_runtime.serve.memory.expert_pins import Pins
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.wire.settings import checked
 
 DTYPES = ("bfloat16", "float32")
@@ -47,6 +47,8 @@ LOWEST_VALUES = {
 LARGEST_PAGE_TOKENS = 1024
 STREAMING = ("auto", "off")
 """Values of `--stream-experts` beside a number of tokens."""
+Pins = Mapping[int, tuple[int, ...]]
+"""Layer -> its experts that a placement file pins to the device."""
 GpuExpertsFormat = Literal["auto", "published", "model"]
 GPU_EXPERTS_FORMATS = get_args(GpuExpertsFormat)
 NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")

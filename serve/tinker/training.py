@@ -15,9 +15,10 @@ from kt_runtime.serve.tinker.checkpoints import RunRecord
 from kt_runtime.serve.tinker.protocol.batches import TrainingCall
 from kt_runtime.serve.tinker.protocol.bodies import AdamParams, OptimStep, decoded
 from kt_runtime.serve.tinker.protocol.results import ForwardResult, JsonResult, metrics_of
-from kt_runtime.wire import messages
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.async_client import AsyncResidentClient
-from kt_runtime.wire.messages import AnyRequest, LoraSettings, Reply
+from kt_runtime.wire.messages import AnyRequest, LoraSettings
+from kt_runtime.wire.replies import Reply
 
 CALL_SECONDS = 24 * 3600.0
 """A call may wait for other sessions' work; the resident ends it with an error if it can't be done."""
@@ -46,14 +47,12 @@ class Training:
                 lora=lora,
                 start_from=None if start_from is None else str(start_from),
             ),
-            messages.SessionReply,
+            replies.SessionReply,
         )
 
     async def restore(self, path: Path) -> None:
         """Masters and optimizer state."""
-        await self._call(
-            messages.Load(request_id=new_id(), session=self.session, path=str(path)), messages.SessionReply
-        )
+        await self._call(messages.Load(request_id=new_id(), session=self.session, path=str(path)), replies.SessionReply)
 
     async def forward(self, call: TrainingCall) -> ForwardResult:
         if call.num_bytes > SMALL_BYTES:
@@ -71,7 +70,7 @@ class Training:
             request = messages.Forward(request_id=new_id(), **fields)
         else:
             request = messages.ForwardBackward(request_id=new_id(), **fields)
-        reply, arrays = await self._resident.exchange(request, messages.ForwardReply, CALL_SECONDS, training.arrays)
+        reply, arrays = await self._resident.exchange(request, replies.ForwardReply, CALL_SECONDS, training.arrays)
         if len(arrays["logprobs"]) != training.batch.num_tokens:
             raise ProtocolError(f"{len(arrays['logprobs'])} log-probabilities for {training.batch.num_tokens} targets")
         metrics = metrics_of(reply, training.loss)
@@ -92,19 +91,19 @@ class Training:
             weight_decay=params.weight_decay,
             max_grad_norm=params.grad_clip_norm,
         )
-        reply = await self._call(request, messages.OptimReply)
+        reply = await self._call(request, replies.OptimReply)
         return JsonResult({"metrics": {"grad_norm:mean": reply.grad_norm, "step:max": float(reply.step)}})
 
-    async def save(self, path: Path, *, replace: bool) -> messages.SavedReply:
+    async def save(self, path: Path, *, replace: bool) -> replies.SavedReply:
         request = messages.Save(request_id=new_id(), session=self.session, path=str(path), replace=replace)
-        return await self._call(request, messages.SavedReply)
+        return await self._call(request, replies.SavedReply)
 
-    async def publish(self, name: str) -> messages.PublishReply:
+    async def publish(self, name: str) -> replies.PublishReply:
         request = messages.Publish(request_id=new_id(), session=self.session, name=msgspec.convert(name, messages.Name))
-        return await self._call(request, messages.PublishReply)
+        return await self._call(request, replies.PublishReply)
 
     async def close(self) -> None:
-        await self._call(messages.CloseSession(request_id=new_id(), session=self.session), messages.DoneReply)
+        await self._call(messages.CloseSession(request_id=new_id(), session=self.session), replies.DoneReply)
 
     async def _call(self, request: AnyRequest, reply_type: type[_R]) -> _R:
         return await self._resident.call(request, reply_type, CALL_SECONDS)

@@ -1,10 +1,7 @@
-"""Lets the scheduler wait for copies between cache tiers without spinning, and write all pages before it ends.
+"""Lets the scheduler write all pages of the cache's tiers before it ends.
 
 Symbols (SGLang 0.5.23) and reasons:
 
-- `Scheduler.on_idle`: called in a loop while there is nothing to compute. While pages are in flight between the tiers,
-  the scheduler does not count as idle and does not sleep. It would occupy a core that the copying threads could use, so
-  it sleeps for a millisecond here. A request ends the sleep early.
 - `Scheduler.release_host_resources`: called when the server was asked to end, and frees the host pool. The last pages
   may still be in flight from this pool to the disk tier, and SGLang closes its storage backend only afterwards.
 - `HiCacheStorage`, `MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`: used by `backend.py`.
@@ -16,13 +13,10 @@ import logging
 import time
 from typing import Any
 
-from kt_runtime.sglang_patch import turns
 from kt_runtime.sglang_patch.hooks import Hooks
 
-ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 RELEASE_HOST = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
 SYMBOLS = (
-    ON_IDLE,
     RELEASE_HOST,
     "sglang.srt.mem_cache.hicache_storage.HiCacheStorage",
     "sglang.srt.mem_cache.pool_host.base.HostKVCache.kv_buffer",
@@ -40,17 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(hooks: Hooks) -> None:
-    hooks.after(ON_IDLE, _rest)
     hooks.before(RELEASE_HOST, _write_all)
-
-
-def _rest(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    if not scheduler.enable_hierarchical_cache or turns.has_work() or scheduler.is_fully_idle():
-        return
-    if scheduler.idle_sleeper is not None:
-        scheduler.idle_sleeper.poller.poll(1000 * REST_SECONDS)
-    else:
-        time.sleep(REST_SECONDS)
 
 
 def _write_all(scheduler: Any) -> None:

@@ -26,7 +26,7 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.status import CacheTier
 
 COLLECTOR = "sglang.srt.observability.metrics_collector.RadixCacheMetricsCollector"
 PREPARE = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"

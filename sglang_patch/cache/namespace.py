@@ -17,9 +17,9 @@ from kt_runtime.experts.store import Each
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.ranks import group
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.version import PINNED
 
 SYMBOLS = (
@@ -72,7 +72,7 @@ def fingerprint(runner: Any) -> WeightsFingerprint:
 
         def compute(each: Each) -> str:
             dense = dense_views(config, tensors) if is_whole else tensors
-            return hash_weights(dense, moe.expert_store(), each)
+            return hash_weights(dense, expert_store(), each)
 
         _fingerprint = WeightsFingerprint(compute)
     return _fingerprint
@@ -104,7 +104,7 @@ def _configuration(runner: Any) -> dict[str, Any]:
         "device": str(runner.device),
         "attention": [kernel.attention_backend, kernel.prefill_attention_backend, kernel.decode_attention_backend],
         "lora": get_lora().lora_backend,
-        "experts": moe.expert_store().isa,
+        "experts": expert_store().isa,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.status import CacheTier
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge

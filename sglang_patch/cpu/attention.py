@@ -30,7 +30,7 @@ from kt_runtime.experts.attention import Sequences, attend, in_chunks, paged
 from kt_runtime.experts.dense import DTYPES
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.sglang_patch.options import ATTENTION_BACKEND
 
 SYMBOLS = (
     "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",

@@ -25,8 +25,8 @@ from kt_runtime.experts.gguf import GgufTensors, gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import TensorSource
 from kt_runtime.resident import progress
-from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.store import keeps_experts_in_store, model_config
 
 SYMBOLS = (
     "sglang.srt.model_loader.loader.DefaultModelLoader.load_model",

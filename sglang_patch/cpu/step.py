@@ -37,14 +37,15 @@ from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
-from kt_runtime.sglang_patch.cpu import absorbed, moe, routes
+from kt_runtime.sglang_patch.cpu import absorbed, routes
 from kt_runtime.sglang_patch.delta import step as delta_step
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import step as lora_step
-from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.sglang_patch.options import ATTENTION_BACKEND
 from kt_runtime.sglang_patch.ranks import group
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.sglang_patch.store import expert_store, keeps_experts_in_store
+from kt_runtime.wire.replies import STEP_RUNNING
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +311,7 @@ def _why_not(runner: Any) -> str:
     if get_parallel().pp_size > 1:
         return "the model's layers are split over several ranks"
     config = runner.model_config.hf_config.to_dict()
-    if not moe.keeps_experts_in_store(runner.model_config.hf_config):
+    if not keeps_experts_in_store(runner.model_config.hf_config):
         return f"{config.get('model_type')!r} is not one of kt-runtime's model families"
     family = family_for(config)
     stack = family.decoder_stack(config)
@@ -381,7 +382,7 @@ def _program_of(runner: Any) -> Program:
     step = build_step(
         stack,
         {**named_tensors(runner.model), **halves},
-        moe.expert_store(),
+        expert_store(),
         layer_buffers(runner),
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,

@@ -34,8 +34,8 @@ from kt_runtime.families.quantization import quantization_of
 from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.cpu import packed
-from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.store import keeps_experts_in_store, model_config
 
 SYMBOLS = (
     "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator",

@@ -41,9 +41,9 @@ from kt_runtime.ranks.failures import Failure
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
-from kt_runtime.sglang_patch.frontend.stalls import Look
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.ranks import deaths
+from kt_runtime.sglang_patch.ranks.looks import Look
 from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 if TYPE_CHECKING:

@@ -40,9 +40,10 @@ from kt_runtime.sglang_patch.frontend.logprob_limits import check_prompt_logprob
 from kt_runtime.sglang_patch.frontend.overload import Overloaded, note_answers, take_tokens
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampling
-from kt_runtime.sglang_patch.frontend.stalls import EngineStalled, Look, Stalls, rank_names
+from kt_runtime.sglang_patch.frontend.stalls import EngineStalled, Stalls
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
+from kt_runtime.sglang_patch.ranks.looks import Look, rank_names
 
 TELLING_SECONDS = 0.2
 

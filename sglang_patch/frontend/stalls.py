@@ -25,10 +25,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
+from kt_runtime.sglang_patch.ranks.looks import RANK, Look, look_at
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ RANK_SECONDS = 3.0
 # Of a main thread's processor time in `HUNG_SECONDS`. A thread that polls uses less; one that computes beside fifty
 # busy programs on two processors uses more.
 BUSY_SHARE = 0.01
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class EngineStalled(Exception):
@@ -67,36 +65,6 @@ class Watched(Protocol):
     def end_server(self, why: str) -> None:
         """Ends all processes at once."""
         ...
-
-
-SCHEDULER, RANK = "scheduler_", "rank "  # SGLang's name of a scheduler's process, before its number; ours of a rank's
-
-
-def rank_names(processes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """SGLang's names and process ids, where several schedulers are ranks."""
-    if sum(name.startswith(SCHEDULER) for name, _ in processes) < 2:
-        return list(processes)
-    return [(name.replace(SCHEDULER, RANK), pid) for name, pid in processes]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the kernel says of one process. `main_seconds`: processor time of its main thread."""
-
-    stopped: bool
-    main_seconds: float
-
-
-def look_at(pid: int) -> Look | None:
-    """None for a process that has ended: SGLang's watchdog takes care of it."""
-    try:
-        process = psutil.Process(pid)
-        main = next((thread for thread in process.threads() if thread.id == pid), None)
-        if main is None:
-            return None
-        return Look(process.status() in STOPPED, main.user_time + main.system_time)
-    except psutil.Error:
-        return None
 
 
 class Stalls:

@@ -8,8 +8,8 @@ SGLang 0.5.23 symbols and reasons:
 - `ForwardMode.is_decode`: batches with one new token of each request.
 - `Scheduler.ingest_requests`: called once per turn of the loop; the metrics are published here.
 
-The slots are allocated when the experts have been read (`cpu/moe.py`), before SGLang sizes its pools. Experts move in
-`turns.py`, between two batches.
+The slots are allocated when the experts have been read (`store.py`), before SGLang sizes its pools. Experts move in
+`resident/turns.py`, between two batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kt_runtime.experts.gpu.hot.slots import chosen_form
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.wire.messages import GpuExperts
+from kt_runtime.wire.status import GpuExperts
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION
+from kt_runtime.sglang_patch.options import ACCELERATOR_ATTENTION
 
 SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",

@@ -5,7 +5,7 @@ SGLang 0.5.23 symbols and reasons:
 - `ModelRunner.forward`: one batch of requests. A batch that decodes does not stream: it has few tokens.
 - `ForwardMode.is_decode`: batches with one new token of each request.
 
-The ring is allocated when the experts have been read (`cpu/moe.py`), before SGLang sizes its pools. Training uses the
+The ring is allocated when the experts have been read (`store.py`), before SGLang sizes its pools. Training uses the
 same ring: its calls go through the same layers.
 """
 

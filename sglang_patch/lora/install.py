@@ -27,9 +27,9 @@ from kt_runtime.sglang_patch.cache import keys as cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import staging
 from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, InstalledAdapter, build_adapter
+from kt_runtime.sglang_patch.lora.rank_part import part_of
 from kt_runtime.sglang_patch.lora.slots import ReservedSlot
 from kt_runtime.sglang_patch.ranks import group
-from kt_runtime.sglang_patch.ranks.lora import part_of
 
 logger = logging.getLogger(__name__)
 

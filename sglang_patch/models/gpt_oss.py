@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.sglang_patch.options import ATTENTION_BACKEND
 
 SYMBOLS = (
     "sglang.srt.arg_groups.model_hook.attention_backends_of",

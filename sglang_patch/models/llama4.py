@@ -77,7 +77,7 @@ def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
 def adjacent_rope(head_size: int, *, max_position: int, **kwargs: Any) -> Any:
     from sglang.srt.layers.rotary_embedding import get_rope
 
-    from kt_runtime.sglang_patch.cpu.moe import model_config
+    from kt_runtime.sglang_patch.store import model_config
 
     positions = min(max_position, model_config().context_len)
     return get_rope(head_size, **{**kwargs, "max_position": positions, "is_neox_style": False})

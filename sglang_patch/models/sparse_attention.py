@@ -31,9 +31,9 @@ from kt_runtime.experts.dense import DTYPES
 from kt_runtime.families import family_for
 from kt_runtime.families.models.deepseek_v32 import SHARED, DeepseekV32
 from kt_runtime.ops.indexer import IndexerWeights, index_rows
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.store import model_config
 
 SYMBOLS = (
     "sglang.srt.configs.model_config._hf_attr",
@@ -127,7 +127,7 @@ def _indexer_class() -> type:
 
 def pool_class() -> type | None:
     """SGLang's pool for the process's model; None: SGLang's own class."""
-    values = moe.model_config().hf_config.to_dict()
+    values = model_config().hf_config.to_dict()
     if not set(values.get("architectures") or ()) & set(ARCHITECTURES):
         return None
     family, width = family_for(values), int(values["qk_rope_head_dim"])

@@ -10,7 +10,7 @@ import signal
 from typing import Any, Protocol
 
 from kt_runtime.ranks.failures import FAILED, SIGNALLED, Failure, cause_of
-from kt_runtime.sglang_patch.frontend.stalls import RANK, rank_names
+from kt_runtime.sglang_patch.ranks.looks import RANK, rank_names
 
 SYMBOLS = ("sglang.srt.utils.watchdog.SubprocessWatchdog",)
 

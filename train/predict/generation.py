@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from kt_runtime.train.predict.serving_path import PAUSES_SECONDS, Answer, Ask, ServingPath, malformed
-
-PROGRESS_SECONDS = 5.0
+from kt_runtime.train.serving_path import PAUSES_SECONDS, Answer, Ask, ServingPath, malformed
 
 
 @dataclass(frozen=True)
@@ -82,33 +78,3 @@ class Generator:
                 raise malformed(prompt.where, answer)
             use.add(answer)
             answered(index, str(answer["text"]))
-
-
-class Progress:
-    """Reports every few seconds how many of `total` are done, the rate, and the time left."""
-
-    def __init__(
-        self,
-        total: int,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        verb: str = "answered",
-        unit: str = "rows",
-    ) -> None:
-        self._total, self._say, self._clock, self._verb, self._unit = total, say, clock, verb, unit
-        self.started = self._said = clock()
-        self.done = 0
-
-    def add(self) -> None:
-        self.done += 1
-        now = self._clock()
-        if self.done == self._total or now - self._said >= PROGRESS_SECONDS:
-            self._said = now
-            rate = self.done / max(now - self.started, 1e-9)
-            left = timedelta(seconds=round((self._total - self.done) / rate))
-            self._say(f"{self._verb} {self.done}/{self._total}  {rate:.2f} {self._unit}/s  left {left}")
-
-    @property
-    def seconds(self) -> float:
-        return self._clock() - self.started

@@ -20,9 +20,10 @@ from kt_runtime.errors import InvalidValueError, ServerUnreachableError
 from kt_runtime.files import write_file
 from kt_runtime.train.data import Preference, Question, read_datasets
 from kt_runtime.train.data.reading import Read
-from kt_runtime.train.predict.generation import Generator, Progress, Prompt
+from kt_runtime.train.predict.generation import Generator, Prompt
 from kt_runtime.train.predict.metrics import Scorer, means
 from kt_runtime.train.run.result_files import add_results
+from kt_runtime.train.serving_path import Progress
 from kt_runtime.train.stages.evaluation import identity_of, split
 
 if TYPE_CHECKING:

@@ -176,7 +176,7 @@ def _template(draft: Draft) -> None:
     template = draft.get("template")
     if template is None:
         return
-    from kt_runtime.train.render.templates import AUTO, TEMPLATES
+    from kt_runtime.train.templates.table import AUTO, TEMPLATES
 
     known = (AUTO, *TEMPLATES)
     if template not in known:
@@ -300,7 +300,7 @@ def _reward_file(draft: Draft) -> None:
     asked = draft.get("reward")
     if draft.get("stage") != "grpo" or asked is None or asked in BUILT_IN_REWARDS:
         return
-    from kt_runtime.train.rollouts.reward_function import check_function
+    from kt_runtime.train.recipe.reward_file import check_function
 
     name, _, function = asked.rpartition(":")
     beside = Path(draft.source).parent / name

@@ -22,11 +22,12 @@ from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.train.data import Conversation, Preference, Question
 from kt_runtime.train.examples import Example, Mask, Pair, Prompt, Tokens
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.train.render import templates
 from kt_runtime.train.render.chat_template import ChatTemplate
+from kt_runtime.train.render.named_template import NamedTemplate
 from kt_runtime.train.render.pieces import Messages, Piece, Template, Tools, tokenize
 from kt_runtime.train.render.tally import EQUAL, NOTHING_TRAINED, TOO_LONG, Tally
 from kt_runtime.train.render.template_comparison import compare
+from kt_runtime.train.templates.table import named
 
 Row = Conversation | Preference | Question
 Item = Example | Pair | Prompt
@@ -120,15 +121,13 @@ class Renderer:
             return None
         return compare(self._named, self._served, self.tokenizer, self.recipe.where("template"))
 
-    def _named_template(self) -> templates.NamedTemplate | None:
+    def _named_template(self) -> NamedTemplate | None:
         recipe = self.recipe
-        template = templates.named(recipe.template, recipe.where("template"))
+        template = named(recipe.template, recipe.where("template"))
         if template is None:
             return None
         bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
-        return templates.NamedTemplate(
-            str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking
-        )
+        return NamedTemplate(str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking)
 
     def _rendered(self, rows: Sequence[Row], tally: Tally) -> list[Item | None]:
         tally.num_rows += len(rows)

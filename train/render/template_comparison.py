@@ -6,8 +6,8 @@ from typing import Any
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.render.chat_template import ChatTemplate
+from kt_runtime.train.render.named_template import NamedTemplate
 from kt_runtime.train.render.pieces import Messages
-from kt_runtime.train.render.templates import NamedTemplate
 
 _SAMPLES: tuple[Messages, ...] = (
     ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}),

@@ -12,7 +12,6 @@ does not replace these.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import math
@@ -23,28 +22,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.examples import Prompt
 
 GIVEN = ("completion", "prompt", "answer")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def check_function(file: Path, function: str) -> None:
-    """Reads the file without running it. Raises NotFoundError, InvalidValueError for a file that is not Python, and
-    UnknownNameError if no statement of its top level defines or imports `function`."""
-    try:
-        source = file.read_bytes()
-    except OSError as error:
-        raise NotFoundError(f"{file}: {error.strerror or error}") from None
-    try:
-        tree = ast.parse(source, str(file))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise InvalidValueError(f"{file}:{line}: is no Python: {getattr(error, 'msg', error)}") from None
-    names = _defined(tree)
-    if function not in names:
-        raise UnknownNameError("function", function, sorted(names), where=str(file))
 
 
 class UserReward:
@@ -120,24 +102,3 @@ class UserReward:
         """file:line of the function, or the file."""
         code = getattr(self._function, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else str(self._file)
-
-
-def _defined(tree: ast.Module) -> set[str]:
-    """Names that the top level defines, assigns or imports, also within `if` and `try`."""
-    names: set[str] = set()
-    waiting: list[ast.stmt] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(node, ast.If | ast.Try | ast.With):
-                waiting += getattr(node, field, [])
-        if isinstance(node, ast.Try):
-            waiting += [part for handler in node.handlers for part in handler.body]
-    return names

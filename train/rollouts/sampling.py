@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 
 from kt_runtime.errors import NumericsError
-from kt_runtime.train.predict.serving_path import Answer, Ask, ServingPath, malformed
 from kt_runtime.train.rollouts.rollout import Completion
+from kt_runtime.train.serving_path import Answer, Ask, ServingPath, malformed
 
 SHARED_TOKENS = 64  # a page of the prefix cache; of a shorter prompt nothing would be found there
 FORGET_SECONDS = 60.0

@@ -30,7 +30,7 @@ from kt_runtime.train.run.training import RunResult, Training
 from kt_runtime.train.stages import batches
 from kt_runtime.train.stages.grpo import Sampling
 from kt_runtime.train.stages.reference_logprobs import Serving
-from kt_runtime.wire.messages import StatusReply
+from kt_runtime.wire.replies import StatusReply
 
 LOCK_FILE = ".kt-runtime.lock"
 

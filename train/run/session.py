@@ -21,7 +21,8 @@ from kt_runtime.train.stages.reference_logprobs import Serving
 from kt_runtime.train.stages.sft import Sft
 from kt_runtime.train.stages.targets import patterns
 from kt_runtime.wire import LoraSettings
-from kt_runtime.wire.messages import Activations, SessionInfo
+from kt_runtime.wire.messages import Activations
+from kt_runtime.wire.status import SessionInfo
 
 Say = Callable[[str], None]
 

@@ -25,7 +25,7 @@ from kt_runtime.train.run.run_identity import identity, settings
 from kt_runtime.train.stages import batches
 from kt_runtime.train.stages.evaluation import Best, Evaluator
 from kt_runtime.train.stages.objective import Objective, Row, check_finite
-from kt_runtime.wire.messages import OptimReply, PublishReply, StatusReply
+from kt_runtime.wire.replies import OptimReply, PublishReply, StatusReply
 
 
 @dataclass(frozen=True)

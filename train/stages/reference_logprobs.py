@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.train.examples import Example, Pair
-from kt_runtime.train.predict.serving_path import Answer, Ask, ServingPath, malformed
+from kt_runtime.train.serving_path import Answer, Ask, ServingPath, malformed
 
 STOP_SECONDS = 0.1
 

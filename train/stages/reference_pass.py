@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kt_runtime.train.examples import Example, Pair
-from kt_runtime.train.predict.generation import Progress
-from kt_runtime.train.predict.serving_path import ServingPath
 from kt_runtime.train.resident import Resident
+from kt_runtime.train.serving_path import Progress, ServingPath
 from kt_runtime.train.stages.batches import to_batch
 from kt_runtime.train.stages.objective import Row, chunks
 from kt_runtime.train.stages.reference_logprobs import Counters, LogProbs, ask_reference

@@ -1,4 +1,4 @@
-// Linear layers whose matrix is packed (weights/packed_matrix.h), with the products of the routed experts.
+// Linear layers whose matrix is packed (weights/packed.h), with the products of the routed experts.
 //
 // The arithmetic is chosen by x as for experts (kernels/tiles.h): float32 rows are multiplied by weights that are
 // decoded to float32 in registers. Rows of bf16 are quantized to int8, each group of columns with a scale of its own;
@@ -7,7 +7,7 @@
 #pragma once
 
 #include "ops/dense/dense.h"
-#include "weights/packed_matrix.h"
+#include "weights/packed.h"
 
 namespace kt {
 

@@ -14,6 +14,12 @@ constexpr int64_t kLargestRead = int64_t{1} << 30;  // Linux reads at most 2^31 
 
 }  // namespace
 
+std::string shape_text(const std::vector<int64_t>& sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
 Status TensorFile::open(const std::string& path, int descriptor, std::map<std::string, TensorEntry> tensors,
                         std::shared_ptr<const TensorFile>* file) {
   const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);

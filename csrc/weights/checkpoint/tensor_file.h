@@ -1,5 +1,5 @@
 // An open file of which it is known where its tensors lie. The header is read and checked in Python
-// (kt_runtime/tensor_file.py).
+// (kt_runtime/checkpoint_file.py, gguf_file.py).
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,9 @@ struct TensorEntry {
   int64_t offset = 0;  // from the start of the file
   int64_t bytes = 0;
 };
+
+// "[2, 3]"
+std::string shape_text(const std::vector<int64_t>& sizes);
 
 class TensorFile {
  public:

@@ -13,7 +13,7 @@ from pathlib import Path
 from kt_runtime.bench.serve.peers import Peer, one_line
 from kt_runtime.bench.serve.server_side import ServerSide, Transcript
 from kt_runtime.errors import KtError
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 SGLANG = "sglang_no_step"
 

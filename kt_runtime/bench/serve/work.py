@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from kt_runtime.bench.experts.limits import Work
 from kt_runtime.bench.options import DTYPE_BYTES
-from kt_runtime.families import EXPERTS, family_for
+from kt_runtime.families import EXPERTS, family_for, gguf
 from kt_runtime.families.base import integer
 from kt_runtime.serve.memory.plan import cached_numbers_per_token, expert_formats, layer_bytes
 from kt_runtime.serve.models.checkpoint import dense_tensors
@@ -25,17 +26,19 @@ from kt_runtime.serve.models.checkpoint import dense_tensors
 class ModelWork:
     """Sizes of one model that is served in one dtype.
 
-    `dense_parameters`: of the matrices that every token is multiplied with, without the head. `expert_path`: whose
-    peak limits the experts, "bf16" or "int8". `expanded_pair_ops`, `absorbed_pair_ops`: operations of attention for one
-    pair of tokens in all layers, absorbed for MLA that does not expand keys and values. `adapter_parameters`: of the
-    adapter's matrices that one token takes, for rank 1. `windows`: of each layer that attends to earlier tokens; 0: it
-    sees all. `state_numbers`, `state_bytes`: of one sequence in all Gated DeltaNet layers, the first without the
-    convolution's inputs.
+    `dense_parameters`, `dense_bytes`: of the matrices that every token is multiplied with, without the head; the bytes
+    are those in memory, where matrices of a GGUF file stay packed. `expert_path`: whose peak limits the experts, "bf16"
+    or "int8". `expanded_pair_ops`, `absorbed_pair_ops`: operations of attention for one pair of tokens in all layers,
+    absorbed for MLA that does not expand keys and values. `adapter_parameters`: of the adapter's matrices that one
+    token takes, for rank 1. `windows`: of each layer that attends to earlier tokens; 0: it sees all. `state_numbers`,
+    `state_bytes`: of one sequence in all Gated DeltaNet layers, the first without the convolution's inputs.
     """
 
     dtype_bytes: int
     dense_parameters: int
+    dense_bytes: int
     head_parameters: int
+    head_bytes: int
     moe_layers: int
     num_experts: int
     top_k: int
@@ -74,11 +77,10 @@ class ModelWork:
         """`decode` without the head, which the native step leaves to SGLang's modules."""
         whole = self.decode(streams, context, experts)
         operations = whole.operations | {"bf16": whole.operations["bf16"] - 2.0 * streams * self.head_parameters}
-        return Work(whole.weight_bytes - self.head_parameters * self.dtype_bytes, operations)
+        return Work(whole.weight_bytes - self.head_bytes, operations)
 
     def _weight_bytes(self, experts: float) -> float:
-        dense = (self.dense_parameters + self.head_parameters) * self.dtype_bytes
-        return dense + self.moe_layers * experts * self.expert_bytes
+        return self.dense_bytes + self.head_bytes + self.moe_layers * experts * self.expert_bytes
 
     def _mean_over_layers(self, tokens: float, count: Callable[[float, float], float]) -> float:
         """The mean of `count(tokens, window)`; a layer without a window has one of `tokens`."""
@@ -103,15 +105,18 @@ def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
     family = family_for(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
     _, held = expert_formats(config, None)
-    head = integer(config, "vocab_size") * hidden
     is_table = {"model.embed_tokens.weight", "lm_head.weight"}
-    dense = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name not in is_table)
+    dense = {tensor.name: tensor.shape for tensor in dense_tensors(config) if tensor.name not in is_table}
+    head = {"lm_head.weight": (integer(config, "vocab_size"), hidden)}
+    packed = gguf.packed_tensors(config)
     expanded, absorbed = _pair_operations(config)
     of_dtype, of_float32 = family.state_numbers(config)
     return ModelWork(
         dtype_bytes=DTYPE_BYTES[dtype],
-        dense_parameters=dense,
-        head_parameters=head,
+        dense_parameters=sum(map(prod, dense.values())),
+        dense_bytes=_held_bytes(dense, packed, dtype),
+        head_parameters=prod(head["lm_head.weight"]),
+        head_bytes=_held_bytes(head, packed, dtype),
         moe_layers=len(family.moe_layers(config)),
         num_experts=num_experts,
         top_k=family.num_experts_per_tok(config),
@@ -125,6 +130,14 @@ def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
         windows=_windows(config),
         state_numbers=of_float32,
         state_bytes=of_dtype * DTYPE_BYTES[dtype] + of_float32 * 4,
+    )
+
+
+def _held_bytes(shapes: Mapping[str, tuple[int, ...]], packed: Mapping[str, str], dtype: str) -> int:
+    """`packed`: GGUF types of the matrices that stay quantized."""
+    return sum(
+        gguf.packed_bytes(packed[name], *shape) if name in packed else prod(shape) * DTYPE_BYTES[dtype]
+        for name, shape in shapes.items()
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
-from kt_runtime.cli.train.recipe_argument import recipe_arguments, recipe_of
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.errors import InvalidValueError
 
 

@@ -20,7 +20,7 @@ import httpx
 
 from kt_runtime.cli.chat.conversation import Conversation
 from kt_runtime.cli.connection import ServerAPI, running_status, server_options, server_url
-from kt_runtime.cli.train.recipe_argument import find_recipe, recipe_arguments
+from kt_runtime.cli.recipe_argument import find_recipe, recipe_arguments
 from kt_runtime.cli.train.recipe_problems import with_all_problems
 from kt_runtime.cli.train.run_server import recipes_model, running_server
 from kt_runtime.cli.train.temporary_adapter import adapter_in_use, check_exists, check_served, rank_of, served_names

@@ -24,9 +24,9 @@ import click
 
 from kt_runtime.cli.connection import ServerAPI, resident_client, running_status, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.train.predict import predict_alone, prepare_prediction
 from kt_runtime.cli.train.recipe_against_model import check_rank, check_targets, say_resident_notes
-from kt_runtime.cli.train.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.train.recipe_problems import with_all_problems
 from kt_runtime.cli.train.run_server import check_model, check_named_server, recipes_model, running_server
 from kt_runtime.cli.train.temporary_adapter import adapter_in_use, rank_of
@@ -34,14 +34,14 @@ from kt_runtime.documents import is_secret
 from kt_runtime.errors import KtError, NotFoundError
 
 if TYPE_CHECKING:
-    from kt_runtime.train.predict.serving_path import ServingPath
     from kt_runtime.train.recipe import Recipe
     from kt_runtime.train.run.display import Display
     from kt_runtime.train.run.inputs import Inputs
     from kt_runtime.train.run.loop import RunResult
+    from kt_runtime.train.serving_path import ServingPath
     from kt_runtime.train.stages.grpo import Sampling
     from kt_runtime.train.stages.reference_logprobs import Serving
-    from kt_runtime.wire.messages import PublishReply
+    from kt_runtime.wire.replies import PublishReply
 
 ABANDON_SECONDS = 3.0
 # The timeout of one call: 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many
@@ -212,7 +212,7 @@ def say_where_published(api: ServerAPI, published: PublishReply, model: str, say
 
 def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]) -> Serving:
     """A context manager that serves the reference's adapter, or the base, for `ref_logprobs: serving`."""
-    from kt_runtime.train.predict.serving_path import ServingPath
+    from kt_runtime.train.serving_path import ServingPath
 
     @contextlib.contextmanager
     def served(adapter: Path | None) -> Iterator[ServingPath]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kt_runtime.cli.connection import ServerAPI, running_status, server_options, server_url
-from kt_runtime.cli.train.recipe_argument import recipe_arguments, recipe_of
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.train.recipe_problems import with_all_problems
 from kt_runtime.cli.train.run_server import check_model, check_named_server, recipes_model, running_server
 from kt_runtime.cli.train.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of

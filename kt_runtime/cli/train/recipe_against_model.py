@@ -9,7 +9,7 @@ from kt_runtime.errors import InvalidValueError, UserError
 
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
-    from kt_runtime.wire.messages import StatusReply
+    from kt_runtime.wire.replies import StatusReply
 
 
 def check_rank(recipe: Recipe, max_rank: int | None) -> None:

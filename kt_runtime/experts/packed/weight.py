@@ -1,4 +1,4 @@
-"""A linear layer's matrix that stays quantized: packed like those of the routed experts (csrc/weights/packed_matrix.h).
+"""A linear layer's matrix that stays quantized: packed like those of the routed experts (csrc/weights/packed.h).
 
 It stands where SGLang's module and the training twin have their parameter, with the shape and the dtype of the matrix
 that it replaces. `experts.dense` multiplies by it. It has no elements: PyTorch's operators refuse it.

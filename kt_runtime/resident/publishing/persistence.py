@@ -27,6 +27,8 @@ MAX_REASONS = 1024
 CLOSING_SECONDS = 8.0
 DELAY_SECONDS = 0.1
 WRITING = "it is being written"
+RANK_SECONDS, RANK_POLL_SECONDS = 5.0, 0.05
+"""How long, and how often, a rank looks for a version that rank 0 is about to write."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,21 @@ class Persistence:
             entry = self._names.setdefault(name, _Name())
             entry.served, entry.is_pointed = None, False
             self._changed.notify_all()
+
+    def load(self, name: str, version: str) -> AdapterTensors:
+        """The version's tensors, from memory while they wait to be written, else from the disk. Raises as
+        `VersionStore.load`. A rank that does not write waits for rank 0, which may hold the version in memory yet."""
+        waiting = self.adapter(name, version)
+        if waiting is not None:
+            return waiting
+        deadline = time.monotonic() + (0.0 if self._is_writer else RANK_SECONDS)
+        while True:
+            try:
+                return self._store.load(name, version)
+            except KtError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RANK_POLL_SECONDS)
 
     def adapter(self, name: str, version: str) -> AdapterTensors | None:
         """The version's tensors while they wait to be written."""

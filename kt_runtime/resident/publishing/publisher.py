@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
 from kt_runtime.adapters import (
@@ -42,6 +40,7 @@ from kt_runtime.families import Family
 from kt_runtime.mapped import free_elsewhere
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.publishing.holdings import Holdings
+from kt_runtime.resident.publishing.operation import Done, Followed, Forgotten, Operation, is_prepared
 from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
 from kt_runtime.resident.publishing.preparation import Preparation, Prepared
@@ -49,65 +48,13 @@ from kt_runtime.resident.publishing.probe import OPENING, Probe
 from kt_runtime.resident.scheduler import Work
 from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
-from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersion, VersionInfo
+from kt_runtime.wire.replies import AdapterInfo, VersionInfo
+from kt_runtime.wire.status import UnforgottenName, UnstoredVersion
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_OF_NAME = 4
 """Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
-RANK_SECONDS, RANK_POLL_SECONDS = 5.0, 0.05
-"""How long, and how often, a rank looks for a version that rank 0 is about to write."""
-
-Done = Callable[[AdapterVersion | Exception], None]
-"""Called once, with the version that the name means now (`lora_id` set), or with the error."""
-Forgotten = Callable[[str | Exception | None], None]
-"""Called once, with the last id that the name meant (None if it had none), or with the error."""
-
-
-Followed = tuple[str, str]
-"""The content hash of a version that another server published, and what users are told of it."""
-Begin = Callable[[Preparation], Callable[[], Prepared]]
-
-
-@dataclass
-class _Operation:
-    """`begin`: returns stage 1's function; called when the operation starts. `preparation`: from then on. `version`:
-    known from stage 1 on.
-
-    `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
-    name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the
-    file that is read. `is_moving`: the frontend was asked to move the name. `ahead`: the key of a worker's job that
-    reads the file already. `follows`: another server has the version's files.
-    """
-
-    name: str
-    lora_id: str
-    begin: Begin
-    done: Done
-    session: SessionId | None = None
-    claims: bool = False
-    take_over: bool = False
-    is_rollback: bool = False
-    restores: bool = False
-    path: str | None = None
-    preparation: Preparation | None = None
-    prepared: Prepared | None = None
-    is_moving: bool = False
-    ahead: str | None = None
-    follows: bool = False
-
-    @property
-    def what(self) -> str:
-        return f"adapter {self.name!r}" + (f" ({self.path})" if self.path is not None else "")
-
-    @property
-    def version(self) -> AdapterVersion:
-        assert self.prepared is not None
-        return replace(self.prepared.version, lora_id=self.lora_id)
-
-
-def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
-    raise AssertionError("stage 1 of this operation has run already")
 
 
 class Publisher:
@@ -136,7 +83,7 @@ class Publisher:
         is_writer: bool = True,
         holdings: Holdings | None = None,
     ) -> None:
-        self._host, self._family, self._store, self._probe = host, family, store, probe
+        self._host, self._family, self._probe = host, family, probe
         self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
         self._persistence = Persistence(store, host.model, at_once=stores_at_once, is_writer=is_writer)
@@ -145,9 +92,9 @@ class Publisher:
         self.holdings = holdings or Holdings(store.root)
         self._salt, self._ids_given = "", 0
         self._has_asked = False
-        self._in_progress: dict[str, _Operation] = {}
-        self._ahead: dict[str, _Operation] = {}
-        self._queues: dict[str, deque[_Operation]] = {}
+        self._in_progress: dict[str, Operation] = {}
+        self._ahead: dict[str, Operation] = {}
+        self._queues: dict[str, deque[Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
         self._installed: set[str] = set()
         self._restoring: set[str] = set()
@@ -186,7 +133,7 @@ class Publisher:
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
             return lambda: preparation.checked(adapter, source)
 
-        self._add(_Operation(name, self._fresh_id(), begin, done, session, claims=True, take_over=take_over))
+        self._add(Operation(name, self._fresh_id(), begin, done, session, claims=True, take_over=take_over))
 
     def preparation(self, name: str) -> Preparation:
         """For a publication whose stage 1 runs before `publish_prepared`."""
@@ -208,7 +155,7 @@ class Publisher:
     ) -> None:
         """As `publish`, after stage 1. `preparation` belongs to the publisher from then on, unless this raises."""
         self.check(name, session, take_over=take_over)
-        operation = _Operation(name, self._fresh_id(), _is_prepared, done, session, claims=True, take_over=take_over)
+        operation = Operation(name, self._fresh_id(), is_prepared, done, session, claims=True, take_over=take_over)
         operation.preparation, operation.prepared = preparation, prepared
         self._add(operation)
 
@@ -238,7 +185,7 @@ class Publisher:
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
             return lambda: preparation.loaded(path, source, version)
 
-        operation = _Operation(name, self._fresh_id(), begin, done, take_over=take_over, path=path)
+        operation = Operation(name, self._fresh_id(), begin, done, take_over=take_over, path=path)
         operation.ahead, operation.claims, operation.follows = ahead, follows is None, follows is not None
         self._add(operation)
 
@@ -259,9 +206,10 @@ class Publisher:
         check_adapter_name(name)
 
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
-            return self._stored(preparation, name, self._table.rollback_target(name, to))
+            version = self._table.rollback_target(name, to)
+            return lambda: preparation.stored(self._persistence.load(name, version.hash), version)
 
-        self._add(_Operation(name, self._fresh_id(), begin, done, is_rollback=True))
+        self._add(Operation(name, self._fresh_id(), begin, done, is_rollback=True))
 
     def forget(self, name: str, done: Forgotten) -> None:
         """Unloads `name`; its versions stay on disk. Operations of the name that wait or run fail.
@@ -316,13 +264,13 @@ class Publisher:
 
     # The pipeline.
 
-    def _add(self, operation: _Operation) -> None:
+    def _add(self, operation: Operation) -> None:
         queue = self._queues.setdefault(operation.name, deque())
         queue.append(operation)
         if len(queue) == 1:
             self._prepare(operation)
 
-    def _prepare(self, operation: _Operation) -> None:
+    def _prepare(self, operation: Operation) -> None:
         self._in_progress[operation.lora_id] = operation
         if operation.prepared is not None:
             self._probe_or_install(operation)
@@ -334,7 +282,7 @@ class Publisher:
             return
         self._begin(operation)
 
-    def _begin(self, operation: _Operation) -> None:
+    def _begin(self, operation: Operation) -> None:
         try:
             operation.preparation = self.preparation(operation.name)
             make = operation.begin(operation.preparation)
@@ -366,7 +314,7 @@ class Publisher:
             return
         self._probe_or_install(operation)
 
-    def _take_ahead(self, operation: _Operation) -> None:
+    def _take_ahead(self, operation: Operation) -> None:
         """The job that read ahead has ended: only the copy into a slot is left, or all if it found a large file."""
         key, operation.ahead = operation.ahead, None
         assert key is not None
@@ -384,7 +332,7 @@ class Publisher:
         else:
             self._probe_or_install(operation)
 
-    def _probe_or_install(self, operation: _Operation) -> None:
+    def _probe_or_install(self, operation: Operation) -> None:
         prepared = operation.prepared
         assert prepared is not None
         if self._probe is None or self._probe.is_needless(prepared.adapter, prepared.contents):
@@ -401,7 +349,7 @@ class Publisher:
             )
         )
 
-    def _install(self, operation: _Operation) -> None:
+    def _install(self, operation: Operation) -> None:
         """No pass overflows: installs the adapter and asks the frontend to move the name."""
         if self._in_progress.get(operation.lora_id) is not operation:
             return
@@ -443,7 +391,7 @@ class Publisher:
         finally:
             self._end(operation, outcome)
 
-    def _remember(self, operation: _Operation) -> None:
+    def _remember(self, operation: Operation) -> None:
         name, version, prepared = operation.name, operation.version, operation.prepared
         assert prepared is not None
         try:
@@ -464,7 +412,7 @@ class Publisher:
         served = self._table.served(name)
         self._persistence.put(name, version, prepared.adapter, served, known, is_elsewhere=operation.follows)
 
-    def _end(self, operation: _Operation, outcome: AdapterVersion | Exception) -> None:
+    def _end(self, operation: Operation, outcome: AdapterVersion | Exception) -> None:
         """Calls `done` and starts the name's next operation. Ignored for an operation that has ended."""
         if self._in_progress.pop(operation.lora_id, None) is None:
             return
@@ -488,7 +436,7 @@ class Publisher:
         else:
             del self._queues[operation.name]
 
-    def _give_up_ahead(self, operation: _Operation) -> None:
+    def _give_up_ahead(self, operation: Operation) -> None:
         key, operation.ahead = operation.ahead, None
         if key is not None:
             self._ahead.pop(key, None)
@@ -507,28 +455,6 @@ class Publisher:
         self._persistence.forget(name)
         done(former)
 
-    # Stage 1, on a worker thread.
-
-    def _stored(self, preparation: Preparation, name: str, version: AdapterVersion) -> Callable[[], Prepared]:
-        def read() -> Prepared:
-            adapter = self._persistence.adapter(name, version.hash)
-            if adapter is None:
-                adapter = self._loaded(name, version.hash)
-            return preparation.stored(adapter, version)
-
-        return read
-
-    def _loaded(self, name: str, version: str) -> AdapterTensors:
-        """From the store. A rank that does not write it waits for rank 0, which may hold the version in memory yet."""
-        deadline = time.monotonic() + (0.0 if self._is_writer else RANK_SECONDS)
-        while True:
-            try:
-                return self._store.load(name, version)
-            except KtError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(RANK_POLL_SECONDS)
-
     # Restoring and describing.
 
     def restoring(self) -> list[str]:
@@ -543,9 +469,10 @@ class Publisher:
         self._restoring.add(name)
 
         def begin(preparation: Preparation) -> Callable[[], Prepared]:
-            return self._stored(preparation, name, self._table.current(name))
+            version = self._table.current(name)
+            return lambda: preparation.stored(self._persistence.load(name, version.hash), version)
 
-        self._add(_Operation(name, self._fresh_id(), begin, done, restores=True))
+        self._add(Operation(name, self._fresh_id(), begin, done, restores=True))
 
     def _restored(self, name: str, outcome: AdapterVersion | Exception) -> None:
         if isinstance(outcome, Exception):

@@ -34,7 +34,7 @@ class Call:
 class CallResult:
     """`logprobs` [N], float32, on the CPU. `gradient`: parameter name -> gradient, empty without backward.
 
-    `metrics`, `num_correct`, `num_computed`: as in `wire.messages.ForwardReply`.
+    `metrics`, `num_correct`, `num_computed`: as in `wire.replies.ForwardReply`.
     """
 
     loss: float

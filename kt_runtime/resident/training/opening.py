@@ -19,7 +19,8 @@ from kt_runtime.resident.training.checkpoint import masters_from
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.twin.adapter_parts import AdapterParts
 from kt_runtime.resident.twin.lora import initial_values
-from kt_runtime.wire.messages import LoraSettings, SessionInfo
+from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire.status import SessionInfo
 
 
 @dataclass(frozen=True)

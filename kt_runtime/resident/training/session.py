@@ -37,15 +37,8 @@ from kt_runtime.resident.twin.batches import TrainingBatch, split
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 from kt_runtime.wire import Samples
-from kt_runtime.wire.messages import (
-    Activations,
-    CrossEntropy,
-    LoraSettings,
-    Loss,
-    Model,
-    PreferenceLoss,
-    SessionInfo,
-)
+from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, PreferenceLoss
+from kt_runtime.wire.status import SessionInfo
 
 MOST_SAMPLERS = 8
 """Published versions among which a call's routes are looked for."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import LoraModule
-from kt_runtime.wire.messages import SessionInfo
+from kt_runtime.wire.status import SessionInfo
 
 TRAINED_BYTES = 16
 """Bytes per trained parameter: float32 master, gradient and both moments, as `serve.memory` plans."""

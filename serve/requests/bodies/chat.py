@@ -38,7 +38,14 @@ from kt_runtime.serve.requests.bodies.free_json import (
     StopPattern,
     TemplateArguments,
 )
-from kt_runtime.serve.requests.bodies.generate import MEDIA, NO_MEDIA, NOT_OFFERED, ONE_RANK, OTHER_RANKS, SessionParams
+from kt_runtime.serve.requests.bodies.generate import (
+    MEDIA,
+    NO_CHOICE_OF_RANK,
+    NO_MEDIA,
+    NOT_OFFERED,
+    OTHER_RANKS,
+    SessionParams,
+)
 from kt_runtime.serve.requests.bodies.openai import ELSEWHERE, NEUTRAL, OpenAIBody
 from kt_runtime.serve.requests.bodies.sampling import NO_PROCESSORS, NO_WATERMARK
 
@@ -205,7 +212,7 @@ class Completing(OpenAIBody, kw_only=True):
     left_out: ClassVar[dict[str, str]] = {
         **ELSEWHERE,
         **dict.fromkeys(MEDIA, NO_MEDIA),
-        **dict.fromkeys(OTHER_RANKS, ONE_RANK),
+        **dict.fromkeys(OTHER_RANKS, NO_CHOICE_OF_RANK),
         "custom_logit_processor": NO_PROCESSORS,
         "custom_params": NO_PROCESSORS,
         "watermark": NO_WATERMARK,

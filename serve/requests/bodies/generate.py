@@ -31,7 +31,7 @@ from kt_runtime.serve.requests.bodies.sampling import INTERNAL, NO_PROCESSORS, N
 
 NO_MEDIA = "the models that kt-runtime serves read text only: a vision tower is left out"
 NO_EMBEDDINGS = "prompts are text or token ids; embeddings in a request are not offered"
-ONE_RANK = "kt-runtime runs one model on one rank, and no other server takes part"
+NO_CHOICE_OF_RANK = "a request can not choose a rank or another server: all ranks of this one compute each request"
 NO_MODEL = "an adapter is named by lora_path here, by model in /v1"  # sglang-router adds "model": null
 NOT_OFFERED = "kt-runtime does not offer it"
 
@@ -86,7 +86,7 @@ class LogprobFields(Body, kw_only=True):
 
     left_out: ClassVar[dict[str, str]] = {
         **dict.fromkeys(MEDIA, NO_MEDIA),
-        **dict.fromkeys(OTHER_RANKS, ONE_RANK),
+        **dict.fromkeys(OTHER_RANKS, NO_CHOICE_OF_RANK),
         "model": NO_MODEL,
         "input_embeds": NO_EMBEDDINGS,
         "positional_embed_overrides": NO_EMBEDDINGS,

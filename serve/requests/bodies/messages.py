@@ -27,7 +27,7 @@ from kt_runtime.serve.requests.bodies.bounds import (
 )
 from kt_runtime.serve.requests.bodies.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from kt_runtime.serve.requests.bodies.free_json import FreeObject, FreeValue, SchemaObject
-from kt_runtime.serve.requests.bodies.generate import ONE_RANK, OTHER_RANKS
+from kt_runtime.serve.requests.bodies.generate import NO_CHOICE_OF_RANK, OTHER_RANKS
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -159,7 +159,7 @@ class CountTokens(Body, kw_only=True):
     cache_control: FreeObject | None = None
 
     left_out: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(OTHER_RANKS, ONE_RANK),
+        **dict.fromkeys(OTHER_RANKS, NO_CHOICE_OF_RANK),
         "mcp_servers": "the server calls no other server",
         "container": "the server runs no code for a client",
     }

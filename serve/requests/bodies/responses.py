@@ -20,7 +20,7 @@ from kt_runtime.serve.requests.bodies.bounds import (
 )
 from kt_runtime.serve.requests.bodies.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from kt_runtime.serve.requests.bodies.free_json import FreeObject, FreeValue, TemplateArguments
-from kt_runtime.serve.requests.bodies.generate import ONE_RANK, OTHER_RANKS
+from kt_runtime.serve.requests.bodies.generate import NO_CHOICE_OF_RANK, OTHER_RANKS
 from kt_runtime.serve.requests.bodies.openai import OpenAIBody
 
 TEXT_PARTS = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -89,7 +89,7 @@ class Responses(OpenAIBody, kw_only=True):
     cache_salt: Name | None = None
 
     left_out: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(OTHER_RANKS, ONE_RANK),
+        **dict.fromkeys(OTHER_RANKS, NO_CHOICE_OF_RANK),
         "background": "answers are not kept on the server",
         "previous_response_id": "answers are not kept on the server; send the conversation as `input`",
         "conversation": "conversations are not kept on the server; send them as `input`",

@@ -37,7 +37,7 @@ Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 RETRY_AFTER = (b"retry-after", b"5")  # seconds; a long text or a grammar takes some
-ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
+RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
 TOO_LARGE = "kt_runtime.too_large"
@@ -135,8 +135,10 @@ class RequestMiddleware:
 def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
     """Raises Refusal (400) for a content type other than JSON, and for headers that address other ranks."""
     for name, _ in headers:
-        if name in ONE_RANK_HEADERS:
-            raise Refusal(400, f"header {name.decode()}: kt-runtime runs one model on one rank")
+        if name in RANK_HEADERS:
+            raise Refusal(
+                400, f"header {name.decode()}: a request can not choose a rank; all ranks compute each request"
+            )
     given = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), None)
     stated = Message()
     stated["content-type"] = (given or "").lower()

@@ -16,7 +16,8 @@ from kt_runtime.serve.tinker.protocol.schema import (
     ForwardBackwardOutput,
     SampleResponse,
 )
-from kt_runtime.wire.messages import ForwardReply, PolicyLoss
+from kt_runtime.wire.messages import PolicyLoss
+from kt_runtime.wire.replies import ForwardReply
 
 Floats = npt.NDArray[np.float32]
 OUTPUT_TYPE = "ArrayRecord"

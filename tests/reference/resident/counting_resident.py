@@ -16,17 +16,9 @@ from safetensors.torch import save_file
 from kt_runtime.files import TEMPORARY_PREFIX, write_directory
 from kt_runtime.train.resident import Resident
 from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, PolicyLoss, Samples, Ticket
-from kt_runtime.wire.messages import (
-    Activations,
-    GetStatus,
-    Model,
-    OptimReply,
-    PublishReply,
-    RoutingReplay,
-    SavedReply,
-    SessionInfo,
-)
-from kt_runtime.wire.status import KeptRoutes
+from kt_runtime.wire.messages import Activations, GetStatus, Model, RoutingReplay
+from kt_runtime.wire.replies import OptimReply, PublishReply, SavedReply
+from kt_runtime.wire.status import KeptRoutes, SessionInfo
 
 KEPT_ROUTES = KeptRoutes(size_bytes=1, capacity_tokens=1, tokens=0, dropped_tokens=0, found_tokens=0, missed_tokens=0)
 TENSORS = "adapter_model.safetensors"

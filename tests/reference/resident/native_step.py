@@ -17,10 +17,10 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.step import NO_LORA, BatchLora
 from kt_runtime.serve.models.presets import Preset, load_preset
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.delta import step as delta_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+from kt_runtime.sglang_patch.store import expert_store
 
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
 QWEN3, DEEPSEEK_V3, DEEPSEEK_V2 = load_preset("tiny-qwen3-moe"), load_preset("tiny-deepseek-v3"), tiny_deepseek_v2()
@@ -100,7 +100,7 @@ class Both:
         self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
         self.states = States(runner)
         self.no_adapters = program.no_adapters
-        with mock.patch.object(moe.expert_store(), "num_threads", 3):
+        with mock.patch.object(expert_store(), "num_threads", 3):
             self.programs = [program, native_step._program_of(runner)]
         self.different: list[str] = []
         self.modes: list[tuple[str, int]] = []

@@ -136,22 +136,23 @@ class Engine:
 
         `store`: as `engine`. Call it at rest: what is cached has been computed with other experts.
         """
-        from kt_runtime.sglang_patch.cpu import moe, step
+        from kt_runtime.sglang_patch import store as process_store
+        from kt_runtime.sglang_patch.cpu import step
 
         self.clear()
-        moe.expert_store().close()
-        moe._store = None
+        process_store.expert_store().close()
+        process_store._store = None
         with _loading(store):
-            moe.open_store(str(checkpoint))
+            process_store.open_store(str(checkpoint))
         step._build(None, self.scheduler.tp_worker.model_runner)
 
 
 def _loading(store: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """One thread, unless `store` says otherwise: for tiny products threads would only wait for each other."""
-    from kt_runtime.sglang_patch.cpu import moe
+    from kt_runtime.sglang_patch import store as process_store
 
-    load, changes = moe.ExpertStore.load, {"num_threads": 1, **store}
-    return mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | changes))
+    load, changes = process_store.ExpertStore.load, {"num_threads": 1, **store}
+    return mock.patch.object(process_store.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | changes))
 
 
 @contextlib.contextmanager
@@ -165,7 +166,8 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from kt_runtime.sglang_patch.cpu import moe, step
+    from kt_runtime.sglang_patch import store as process_store
+    from kt_runtime.sglang_patch.cpu import step
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)
@@ -183,8 +185,8 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
     finally:
         torch.set_num_threads(threads)
         step.forget()
-        moe.expert_store().close()
-        moe._store = None
+        process_store.expert_store().close()
+        process_store._store = None
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         reset_context()

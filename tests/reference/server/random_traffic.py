@@ -27,8 +27,8 @@ from kt_runtime.resident.training.session import Session
 from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.messages import CrossEntropy, LoraSettings
 
 FIRST_TOKEN, END_TOKEN = 3, 700
@@ -159,7 +159,7 @@ class Trainer:
         runner, family = engine.scheduler.tp_worker.model_runner, family_for(engine.config)
         tensors = {**dict(runner.model.named_buffers()), **dict(runner.model.named_parameters())}
         host = SimpleNamespace(
-            config=engine.config, device=torch.device("cpu"), dtype=runner.dtype, experts=moe.expert_store(),
+            config=engine.config, device=torch.device("cpu"), dtype=runner.dtype, experts=expert_store(),
             attends_in_float32=True, exchange=None, tensors=lambda: tensors,
         )  # fmt: skip
         self.twin = Twin(host)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kt_runtime.bench.page.measurement import Measurement
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 BenchOutput = Callable[..., tuple[str, str]]
 Recorded = Callable[[dict[str, Any]], Measurement]

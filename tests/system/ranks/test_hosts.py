@@ -17,9 +17,13 @@ import pytest
 from reference import lora
 from reference.server import network
 from reference.server.greedy import ask
+<<<<<<< HEAD
 from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
+=======
+from reference.server.rank_traffic import sent_bytes
+from system import forked_server
+>>>>>>> house2
 
-from kt_runtime.bench.scale.traffic import sent_bytes
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model

@@ -24,7 +24,7 @@ from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 SECONDS = 60.0
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8

@@ -32,10 +32,10 @@ from kt_runtime.resident.training import loss_slices
 from kt_runtime.resident.training.losses import log_softmax
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import install_adapter
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.sglang_patch.store import expert_store
+from kt_runtime.wire.replies import STEP_RUNNING
 
 BATCHES, FEWER_BATCHES = 64, 32
 OPTIONS = (
@@ -111,7 +111,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def run_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES) -> Traffic:
     """Random batches, all computed by the step. Prints the seed."""
     model.engine.load_experts(model.checkpoint(SCHEME_OF[held]), isa=isa)
-    assert moe.expert_store().isa == isa and moe.expert_store().format == held
+    assert expert_store().isa == isa and expert_store().format == held
     assert native_step.state() == STEP_RUNNING
     exceptions, seed = native_step.exceptions(), zlib.crc32(f"{model.family} {held} {isa}".encode())
     traffic = Traffic(model.engine, model.adapters, seed)

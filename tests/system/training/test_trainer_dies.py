@@ -24,7 +24,8 @@ from kt_runtime.cli.server_process import server
 from kt_runtime.files import visible_entries
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch, ResidentClient
-from kt_runtime.wire.messages import ErrorReply, LoraSettings
+from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire.replies import ErrorReply
 
 TRAINER = textwrap.dedent(
     """

@@ -38,15 +38,8 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin, dense_views
 from kt_runtime.resident.wakeup import Wakeup
-from kt_runtime.wire.messages import (
-    CacheTier,
-    CrossEntropy,
-    ExpertStreaming,
-    GpuExperts,
-    LoraSettings,
-    Loss,
-    RankStatus,
-)
+from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 
 class FakeHost:

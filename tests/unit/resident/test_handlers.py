@@ -35,8 +35,8 @@ from kt_runtime.wire.messages import (
     OptimStep,
     PreferenceLoss,
     Publish,
-    PublishReply,
 )
+from kt_runtime.wire.replies import PublishReply
 from kt_runtime.wire.server import Incoming
 
 

@@ -21,7 +21,7 @@ from reference.cases import choose
 from kt_runtime.errors import ProtocolError
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.server import Resident
-from kt_runtime.wire import codec, messages
+from kt_runtime.wire import codec, messages, replies
 from kt_runtime.wire.server import Incoming
 
 REQUESTS = {request.__struct_config__.tag: request for request in get_args(messages.AnyRequest)}
@@ -116,7 +116,7 @@ class Desk:
         self.place = place
         self.numbers = itertools.count()
         self.waiting: list[Incoming] = []
-        self.replies: dict[str, messages.Reply] = {}
+        self.replies: dict[str, replies.Reply] = {}
         settings = ResidentSettings(
             model="", model_directory="", wire_address="", names_address="", adapter_directory=str(place / "adapters")
         )
@@ -133,7 +133,7 @@ class Desk:
         taken, self.waiting = self.waiting, []
         return taken
 
-    def answer(self, incoming: Incoming, reply: messages.Reply, arrays: Any = None) -> None:
+    def answer(self, incoming: Incoming, reply: replies.Reply, arrays: Any = None) -> None:
         codec.encode(reply, arrays or {})  # what can't be encoded would be a fault of the server's
         self.replies[reply.request_id] = reply
 
@@ -155,7 +155,7 @@ class Desk:
             return error
         return Incoming(request, decoded, b"", request.request_id)
 
-    def ask(self, kind: str, fields: dict[str, Any]) -> messages.Reply:
+    def ask(self, kind: str, fields: dict[str, Any]) -> replies.Reply:
         incoming = self.decoded(kind, fields)
         assert isinstance(incoming, Incoming), incoming
         request = incoming.request
@@ -234,18 +234,18 @@ def test_no_value_of_any_field_is_the_server_s_fault(desk: Desk, kind: str) -> N
         if kind == "optim_step":
             desk.ask("create_session", VALID["create_session"] | {"session": "stepped"})
             desk.ask("forward_backward", VALID["forward_backward"] | {"session": "stepped"})
-        replies = [desk.ask(kind, changed)]
+        answers = [desk.ask(kind, changed)]
         if kind == "optim_step":
-            replies += trained(desk, "stepped")
-        if kind == "create_session" and isinstance(replies[0], messages.SessionReply):
-            replies += trained(desk, replies[0].info.session)
-        for reply in replies:
-            if isinstance(reply, messages.ErrorReply) and reply.category != "user":
+            answers += trained(desk, "stepped")
+        if kind == "create_session" and isinstance(answers[0], replies.SessionReply):
+            answers += trained(desk, answers[0].info.session)
+        for reply in answers:
+            if isinstance(reply, replies.ErrorReply) and reply.category != "user":
                 faults.append(f"{what}: {reply.kind}: {reply.message[:200]}")
     assert faults == []
     assert (desk.place / "diary" / "diary.txt").read_text() == "precious"
     works = desk.ask("forward", VALID["forward"])
-    assert isinstance(works, messages.ForwardReply), works
+    assert isinstance(works, replies.ForwardReply), works
     assert np.isfinite(works.loss)
 
 
@@ -257,8 +257,8 @@ def test_no_setting_of_a_policy_loss_is_the_server_s_fault(desk: Desk, loss: dic
         if isinstance(desk.decoded("forward", fields), ProtocolError):
             continue
         reply = desk.ask("forward", fields)
-        num_computed += isinstance(reply, messages.ForwardReply)
-        if isinstance(reply, messages.ErrorReply) and reply.category != "user":
+        num_computed += isinstance(reply, replies.ForwardReply)
+        if isinstance(reply, replies.ErrorReply) and reply.category != "user":
             faults.append(f"{what}: {reply.kind}: {reply.message[:200]}")
     assert faults == [] and num_computed > 0
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kt_runtime.resident.statuses import Statuses
-from kt_runtime.wire.messages import DoneReply, GetStatus
+from kt_runtime.wire.messages import GetStatus
+from kt_runtime.wire.replies import DoneReply
 
 
 class Desk:

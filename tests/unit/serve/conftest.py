@@ -17,7 +17,7 @@ import pytest
 from kt_runtime.errors import KtError, UnknownNameError
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.wire import Incoming, WireServer, error_reply
+from kt_runtime.wire import Incoming, WireServer, error_reply, replies
 from kt_runtime.wire import messages as m
 from kt_runtime.wire.settings import Settings, changed
 
@@ -56,7 +56,7 @@ class FakeResident:
                 self.requests.append(incoming.request)
                 self.wire.answer(incoming, self._reply(incoming))
 
-    def _reply(self, incoming: Incoming) -> m.Reply:
+    def _reply(self, incoming: Incoming) -> replies.Reply:
         request = incoming.request
         try:
             if type(request) in self.errors:
@@ -65,20 +65,20 @@ class FakeResident:
         except KtError as error:
             return error_reply(request.request_id, error)
 
-    def _execute(self, request: Any) -> m.Reply:
+    def _execute(self, request: Any) -> replies.Reply:
         if isinstance(request, m.GetStatus):
             return _status(request.request_id)
         if isinstance(request, m.ListAdapters):
             infos = [
-                m.AdapterInfo(name=name, current=version, versions=[_version(version, lora_id)])
+                replies.AdapterInfo(name=name, current=version, versions=[_version(version, lora_id)])
                 for name, (version, lora_id) in self.adapters.items()
             ]
-            return m.AdaptersReply(request_id=request.request_id, adapters=infos)
+            return replies.AdaptersReply(request_id=request.request_id, adapters=infos)
         if isinstance(request, (m.LoadAdapter, m.FollowAdapter, m.RollbackAdapter)):
             version = f"{len(self.requests):016x}"
             self.adapters[request.name] = (version, f"id-{version}")
             self.move(request.name, version, f"id-{version}")
-            return m.PublishReply(
+            return replies.PublishReply(
                 request_id=request.request_id,
                 name=request.name,
                 version=version,
@@ -88,23 +88,23 @@ class FakeResident:
         if isinstance(request, m.ForgetAdapter):
             if request.name not in self.adapters:
                 raise UnknownNameError("adapter", request.name, self.adapters)
-            return m.ForgottenReply(request_id=request.request_id, lora_id=self.adapters.pop(request.name)[1])
+            return replies.ForgottenReply(request_id=request.request_id, lora_id=self.adapters.pop(request.name)[1])
         if isinstance(request, m.ChangeSettings):
             self.settings = changed(self.settings, request.changes)
-            return m.SettingsReply(request_id=request.request_id, settings=self.settings)
-        return m.DoneReply(request_id=request.request_id)
+            return replies.SettingsReply(request_id=request.request_id, settings=self.settings)
+        return replies.DoneReply(request_id=request.request_id)
 
 
-def _version(version: str, lora_id: str) -> m.VersionInfo:
-    return m.VersionInfo(version=version, lora_id=lora_id, rank=8, alpha=16.0, source="/a", created_at=0.0)
+def _version(version: str, lora_id: str) -> replies.VersionInfo:
+    return replies.VersionInfo(version=version, lora_id=lora_id, rank=8, alpha=16.0, source="/a", created_at=0.0)
 
 
-def _status(request_id: str) -> m.StatusReply:
+def _status(request_id: str) -> replies.StatusReply:
     values: dict[str, Any] = {}
-    for field, kind in m.StatusReply.__annotations__.items():
+    for field, kind in replies.StatusReply.__annotations__.items():
         default: Any = None if kind.endswith(" | None") else []
         values[field] = {"str": "x", "int": 1, "float": 0.5, "bool": True}.get(kind, default)
-    return m.StatusReply(request_id=request_id, **values)
+    return replies.StatusReply(request_id=request_id, **values)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def served(
 
     from kt_runtime.families import family_for
     from kt_runtime.serve.models.make_model import make_model
-    from kt_runtime.sglang_patch.cpu import moe
+    from kt_runtime.sglang_patch import store
 
     directory = tmp_path_factory.mktemp("model") / request.param
     make_model(request.param, directory, seed=0)
@@ -135,8 +135,8 @@ def served(
     )
     assert get_parallel().tp_size == 1
     yield SimpleNamespace(model=model, manager=manager, config=config)
-    moe.expert_store().close()
-    moe._store = None
+    store.expert_store().close()
+    store._store = None
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     reset_context()

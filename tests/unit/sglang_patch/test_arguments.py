@@ -13,9 +13,9 @@ import pytest
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
+from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS, option_names, server_arguments
 

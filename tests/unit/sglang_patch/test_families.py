@@ -33,9 +33,10 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING, CrossEntropy, LoraSettings
+from kt_runtime.sglang_patch.store import expert_store
+from kt_runtime.wire.messages import CrossEntropy, LoraSettings
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (2, 9, 70, 150)  # in chunks of 64 tokens
 LOGPROB_TOLERANCE = 1e-4
@@ -106,7 +107,7 @@ def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Runnin
             config=running.config,
             device=torch.device("cpu"),
             dtype=dtype,
-            experts=moe.expert_store(),
+            experts=expert_store(),
             attends_in_float32=True,
             exchange=None,
             tensors=lambda: named_tensors(runner.model),

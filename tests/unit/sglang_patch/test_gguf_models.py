@@ -32,7 +32,7 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
 MODELS = (None, "one")  # the base, and an adapter

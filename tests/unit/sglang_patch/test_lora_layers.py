@@ -110,7 +110,7 @@ def routed_input(served: SimpleNamespace, tokens: int) -> tuple[torch.Tensor, An
 def one_token(
     served: SimpleNamespace, layer_id: int, x: torch.Tensor, topk: Any, token: int, adapter: AdapterTensors | None
 ) -> torch.Tensor:
-    from kt_runtime.sglang_patch.cpu.moe import expert_store
+    from kt_runtime.sglang_patch.store import expert_store
 
     total = torch.zeros_like(x)
     for expert, weight in zip(topk.topk_ids[token].tolist(), topk.topk_weights[token], strict=True):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (2, 9, 70)
 LOGPROB_TOLERANCE = 1e-4

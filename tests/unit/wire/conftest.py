@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 import zmq
 
-from kt_runtime.wire import Incoming, ResidentClient, WireServer, messages
+from kt_runtime.wire import Incoming, ResidentClient, WireServer, messages, replies
 from kt_runtime.wire.failures import error_reply
 from kt_runtime.wire.settings import Settings, changed
+from kt_runtime.wire.status import ExpertStreaming, GpuExperts, KeptRoutes, SessionInfo, TrainingTurns
 
-SESSION_INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
+SESSION_INFO = SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
 SAMPLES: dict[Any, Any] = {str: "tiny", int: 2**40, float: 0.5, bool: True}
-STATUS = {f.name: SAMPLES.get(f.type, []) for f in msgspec.structs.fields(messages.StatusReply)}
+STATUS = {f.name: SAMPLES.get(f.type, []) for f in msgspec.structs.fields(replies.StatusReply)}
 STATUS["sessions"] = [SESSION_INFO]
-STATUS["expert_streaming"] = messages.ExpertStreaming(
+STATUS["expert_streaming"] = ExpertStreaming(
     threshold_tokens=96, measured=True, chunk_experts=4, ring_bytes=1 << 20, forward_tokens=12, backward_tokens=5
 )
-STATUS["gpu_experts"] = messages.GpuExperts(
+STATUS["gpu_experts"] = GpuExperts(
     size_bytes=6000,
     slot_bytes=1000,
     slots=4,
@@ -38,11 +39,11 @@ STATUS["gpu_experts"] = messages.GpuExperts(
     moves=2,
     moved_bytes=2000,
 )
-STATUS["kept_routes"] = messages.KeptRoutes(
+STATUS["kept_routes"] = KeptRoutes(
     size_bytes=1 << 20, capacity_tokens=900, tokens=800, dropped_tokens=5, found_tokens=60, missed_tokens=7
 )
 SETTINGS = Settings(tpot_target_ms=40.0, weights={"s": 2.0})
-STATUS["training_turns"] = messages.TrainingTurns(
+STATUS["training_turns"] = TrainingTurns(
     settings=SETTINGS,
     tpot_p50_ms=20.0,
     tpot_p95_ms=30.0,
@@ -75,19 +76,19 @@ class FakeResident:
                     self.executed.append(incoming.request)
                     self.server.answer(incoming, *self.reply(incoming))
 
-    def reply(self, incoming: Incoming) -> tuple[messages.Reply, dict[str, np.ndarray]]:
+    def reply(self, incoming: Incoming) -> tuple[replies.Reply, dict[str, np.ndarray]]:
         request, request_id = incoming.request, incoming.request_id
         if error := self.failing.get(type(request).__name__):
             return error_reply(request_id, error), {}
         match request:
             case messages.GetStatus():
-                return messages.StatusReply(**{**STATUS, "request_id": request_id}), {}
+                return replies.StatusReply(**{**STATUS, "request_id": request_id}), {}
             case messages.CreateSession() | messages.Load():
-                return messages.SessionReply(request_id=request_id, info=SESSION_INFO), {}
+                return replies.SessionReply(request_id=request_id, info=SESSION_INFO), {}
             case messages.Forward() | messages.ForwardBackward():
                 logprobs = -incoming.arrays["targets"].astype(np.float32)
                 loss = float((-logprobs * incoming.arrays["weights"]).sum())
-                reply = messages.ForwardReply(
+                reply = replies.ForwardReply(
                     request_id=request_id,
                     loss=loss,
                     num_tokens=len(logprobs),
@@ -98,26 +99,26 @@ class FakeResident:
                 )
                 return reply, {"logprobs": logprobs}
             case messages.OptimStep():
-                return messages.OptimReply(request_id=request_id, step=4, grad_norm=1.5, finished_at=1e9), {}
+                return replies.OptimReply(request_id=request_id, step=4, grad_norm=1.5, finished_at=1e9), {}
             case messages.Save(path=path):
-                return messages.SavedReply(request_id=request_id, path=path, content_hash="ff", step=4), {}
+                return replies.SavedReply(request_id=request_id, path=path, content_hash="ff", step=4), {}
             case messages.Publish(name=name) | messages.LoadAdapter(name=name) | messages.RollbackAdapter(name=name):
-                published = messages.PublishReply(
+                published = replies.PublishReply(
                     request_id=request_id, name=name, version="v", lora_id="i", publish_ms=2.0
                 )
                 return published, {}
             case messages.ListAdapters():
-                version = messages.VersionInfo(
+                version = replies.VersionInfo(
                     version="v", lora_id="i", rank=8, alpha=16.0, source="session s", created_at=1e9
                 )
-                adapter = messages.AdapterInfo(name="a", current="v", versions=[version])
-                return messages.AdaptersReply(request_id=request_id, adapters=[adapter]), {}
+                adapter = replies.AdapterInfo(name="a", current="v", versions=[version])
+                return replies.AdaptersReply(request_id=request_id, adapters=[adapter]), {}
             case messages.ChangeSettings(changes=changes):
-                return messages.SettingsReply(request_id=request_id, settings=changed(SETTINGS, changes)), {}
+                return replies.SettingsReply(request_id=request_id, settings=changed(SETTINGS, changes)), {}
             case messages.ForgetAdapter():
-                return messages.ForgottenReply(request_id=request_id, lora_id="i"), {}
+                return replies.ForgottenReply(request_id=request_id, lora_id="i"), {}
             case _:
-                return messages.DoneReply(request_id=request_id), {}
+                return replies.DoneReply(request_id=request_id), {}
 
     def stop(self) -> None:
         self._stop.set()

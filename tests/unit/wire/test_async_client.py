@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kt_runtime.errors import ConflictError, ProtocolError, RequestTimeoutError, ServerUnreachableError
-from kt_runtime.wire import WireServer, messages
+from kt_runtime.wire import WireServer, messages, replies
 from kt_runtime.wire.async_client import AsyncResidentClient
 
 
 def call(
     address: str,
     *requests: messages.AnyRequest,
-    reply_type: Any = messages.DoneReply,
+    reply_type: Any = replies.DoneReply,
     timeout_s: float = 20.0,
     **options: Any,
 ) -> list[Any]:
@@ -55,7 +55,7 @@ def test_a_resent_request_is_executed_once(
             resident.append(make_resident(on=server))
 
     monkeypatch.setattr(server, "_admit", counted)
-    assert call(server.address, drop("a"), resend_s=0.02) == [messages.DoneReply(request_id="a")]
+    assert call(server.address, drop("a"), resend_s=0.02) == [replies.DoneReply(request_id="a")]
     assert len(sent) >= 3 and [request.request_id for request in resident[0].executed] == ["a"]
 
 
@@ -73,7 +73,7 @@ def test_errors_are_those_of_the_blocking_client(
     with pytest.raises(ConflictError, match="adapter 'a' moves"):
         call(address, messages.ForgetAdapter(request_id="d", name="a"))
     with pytest.raises(ProtocolError, match="DoneReply, not PublishReply"):
-        call(address, drop("e"), reply_type=messages.PublishReply)
+        call(address, drop("e"), reply_type=replies.PublishReply)
 
 
 def test_arrays_go_out_with_a_request_and_come_back_with_its_reply(resident: Any, server: WireServer) -> None:
@@ -87,7 +87,7 @@ def test_arrays_go_out_with_a_request_and_come_back_with_its_reply(resident: Any
         client = AsyncResidentClient(server.address)
         try:
             request = messages.Forward(request_id="r", session="s", lengths=[2])
-            return await client.exchange(request, messages.ForwardReply, 20.0, arrays)
+            return await client.exchange(request, replies.ForwardReply, 20.0, arrays)
         finally:
             client.close()
 

@@ -28,7 +28,7 @@ from kt_runtime.errors import (
     UnknownNameError,
     UserError,
 )
-from kt_runtime.wire import Batch, LoraSettings, PreferenceLoss, ResidentClient, WireServer, codec, messages
+from kt_runtime.wire import Batch, LoraSettings, PreferenceLoss, ResidentClient, WireServer, codec, messages, replies
 
 BATCH = Batch.from_sequences([[1, 2], [3]], [[2, 3], [4]], [[1.0, 0.5], [0.0]])
 
@@ -136,7 +136,7 @@ def test_no_answer_within_the_timeout_is_an_error_and_the_ticket_stays_valid(
         client.wait(ticket)
     make_resident()
     reply, _ = client.wait(ticket, timeout_s=60)
-    assert isinstance(reply, messages.StatusReply)
+    assert isinstance(reply, replies.StatusReply)
 
 
 class DroppingProxy:
@@ -203,7 +203,7 @@ def test_a_resent_request_is_carried_out_once(
         while server.wait(0.1 if len(executed) >= 2 else 60):
             for incoming in server.take():
                 executed.append(incoming.request_id)
-                server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
+                server.answer(incoming, replies.DoneReply(request_id=incoming.request_id))
 
     thread = threading.Thread(target=answer_late)
     thread.start()
@@ -300,7 +300,7 @@ def test_an_answer_of_another_kind_is_a_protocol_error(server: WireServer, make_
     ticket = client.begin_forward_backward("s", BATCH)
     assert server.wait(60)
     (incoming,) = server.take()
-    server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
+    server.answer(incoming, replies.DoneReply(request_id=incoming.request_id))
     with pytest.raises(ProtocolError, match="DoneReply, not ForwardReply"):
         client.finish_forward(ticket, BATCH)
 
@@ -310,7 +310,7 @@ def test_too_few_logprobs_are_a_protocol_error(server: WireServer, make_client: 
     ticket = client.begin_forward_backward("s", BATCH)
     assert server.wait(60)
     (incoming,) = server.take()
-    reply = messages.ForwardReply(request_id=incoming.request_id, loss=0.0, num_tokens=3, seconds=0.0)
+    reply = replies.ForwardReply(request_id=incoming.request_id, loss=0.0, num_tokens=3, seconds=0.0)
     server.answer(incoming, reply, {"logprobs": np.zeros(2, np.float32)})
     with pytest.raises(ProtocolError, match="2 logprobs for 3 targets"):
         client.finish_forward(ticket, BATCH)
@@ -390,7 +390,7 @@ def test_an_error_without_a_request_id_is_raised(address: str) -> None:
         with ResidentClient(address, timeout_s=60) as client:
             ticket = client.submit(messages.GetStatus(request_id="a"))
             identity = router.recv_multipart()[0]
-            reply = messages.ErrorReply(request_id="", category="user", kind="FromTheFuture", message="no")
+            reply = replies.ErrorReply(request_id="", category="user", kind="FromTheFuture", message="no")
             router.send_multipart([identity, *codec.encode(reply)])
             with pytest.raises(UserError, match="no") as caught:
                 client.wait(ticket)

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, ProtocolError
-from kt_runtime.wire import codec, messages
+from kt_runtime.wire import codec, messages, replies
 from kt_runtime.wire.codec import FrameError, Limits
-from kt_runtime.wire.messages import Forward, ForwardBackward, ForwardReply, GetStatus, OptimStep, PreferenceLoss
+from kt_runtime.wire.messages import Forward, ForwardBackward, GetStatus, OptimStep, PreferenceLoss
+from kt_runtime.wire.replies import ForwardReply
 from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import SessionInfo
 
 LORA = messages.LoraSettings(rank=8, alpha=16.0, dropout=0.1, targets=["attention", "experts"], seed=7)
-INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
+INFO = SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
 FORWARD = ForwardBackward(request_id="c-1", session="s", lengths=[2, 1])
 DPO = PreferenceLoss(kind="sigmoid", beta=0.1, label_smoothing=0.2, ftx=0.5, scale=0.25)
 PAIR = ForwardBackward(request_id="c-1", session="s", lengths=[2, 1], loss=DPO, activations="retain")
@@ -51,19 +53,19 @@ REQUESTS = [
     messages.ChangeSettings(request_id="c-1", changes={"train_share": 0.5, "weights": {"s": 2.0}}),
 ]
 REPLIES = [
-    messages.ErrorReply(request_id="c-1", category="user", kind="ConflictError", message="no"),
-    messages.SessionReply(request_id="c-1", info=INFO),
+    replies.ErrorReply(request_id="c-1", category="user", kind="ConflictError", message="no"),
+    replies.SessionReply(request_id="c-1", info=INFO),
     ForwardReply(request_id="c-1", loss=-1.5, num_tokens=3, seconds=0.1),
     ForwardReply(
         request_id="c-1", loss=0.7, num_tokens=3, seconds=0.1, metrics={"rewards/chosen": -1.0}, num_correct=2
     ),
-    messages.OptimReply(request_id="c-1", step=1, grad_norm=0.25, finished_at=1.7e9),
-    messages.SavedReply(request_id="c-1", path="/a", content_hash="ff", step=2),
-    messages.PublishReply(request_id="c-1", name="a", version="v", lora_id="i", publish_ms=1.0),
-    messages.AdaptersReply(request_id="c-1", adapters=[messages.AdapterInfo(name="a", current=None, versions=[])]),
-    messages.ForgottenReply(request_id="c-1", lora_id=None),
-    messages.SettingsReply(request_id="c-1", settings=Settings(tpot_target_ms=40.0, weights={"s": 2.0})),
-    messages.DoneReply(request_id="c-1"),
+    replies.OptimReply(request_id="c-1", step=1, grad_norm=0.25, finished_at=1.7e9),
+    replies.SavedReply(request_id="c-1", path="/a", content_hash="ff", step=2),
+    replies.PublishReply(request_id="c-1", name="a", version="v", lora_id="i", publish_ms=1.0),
+    replies.AdaptersReply(request_id="c-1", adapters=[replies.AdapterInfo(name="a", current=None, versions=[])]),
+    replies.ForgottenReply(request_id="c-1", lora_id=None),
+    replies.SettingsReply(request_id="c-1", settings=Settings(tpot_target_ms=40.0, weights={"s": 2.0})),
+    replies.DoneReply(request_id="c-1"),
 ]
 
 
@@ -97,7 +99,7 @@ def test_a_reply_comes_back_as_it_was(reply: Any) -> None:
 
 def test_every_message_type_is_in_one_of_the_tables_above() -> None:
     assert {type(m) for m in REQUESTS} == set(messages.AnyRequest.__args__)
-    assert {type(m) for m in REPLIES} | {messages.StatusReply} == set(messages.AnyReply.__args__)
+    assert {type(m) for m in REPLIES} | {replies.StatusReply} == set(replies.AnyReply.__args__)
 
 
 def test_a_move_of_a_name_is_no_request_to_the_resident() -> None:

@@ -5,7 +5,7 @@ import pytest
 from kt_runtime.errors import AdapterError, KtError, NumericsError, RuntimeFault, UnknownNameError, UserError
 from kt_runtime.wire.codec import FrameError
 from kt_runtime.wire.failures import KINDS, MAX_MESSAGE_CHARACTERS, error_from, error_reply
-from kt_runtime.wire.messages import ErrorReply
+from kt_runtime.wire.replies import ErrorReply
 
 
 @pytest.mark.parametrize("cls", KINDS.values(), ids=KINDS.keys())

@@ -15,8 +15,9 @@ import pytest
 import zmq
 
 from kt_runtime.errors import RuntimeFault
-from kt_runtime.wire import WireServer, codec, messages
-from kt_runtime.wire.messages import DoneReply, ErrorReply, ForwardBackward, ForwardReply, GetStatus, OptimStep
+from kt_runtime.wire import WireServer, codec, messages, replies
+from kt_runtime.wire.messages import ForwardBackward, GetStatus, OptimStep
+from kt_runtime.wire.replies import DoneReply, ErrorReply, ForwardReply
 
 
 def batch(*tokens: int) -> dict[str, np.ndarray]:
@@ -396,7 +397,7 @@ def test_a_taken_request_is_plain_data_that_the_host_can_hand_on_to_other_ranks(
 def test_an_answer_that_cannot_be_encoded_is_a_server_error_for_the_client(server: WireServer, peer: Any) -> None:
     peer.send(forward_frames("a", 1))
     step: Any = np.int64(3)
-    server.answer(take_one(server), messages.OptimReply(request_id="a", step=step, grad_norm=1.0, finished_at=1.0))
+    server.answer(take_one(server), replies.OptimReply(request_id="a", step=step, grad_norm=1.0, finished_at=1.0))
     error = error_of(peer.receive())
     assert (error.category, error.kind) == ("server", "RuntimeFault")
     assert "numpy.int64" in error.message

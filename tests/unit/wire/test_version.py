@@ -7,7 +7,7 @@ import json
 
 import msgspec
 
-from kt_runtime.wire import codec, messages
+from kt_runtime.wire import codec, messages, replies
 
 REQUESTS_OF_VERSION = {
     3: "434a14b8b43ed70c",
@@ -34,14 +34,14 @@ def test_requests_that_change_raise_the_version() -> None:
 
 
 def test_a_reply_of_a_later_server_is_read() -> None:
-    frames = codec.encode(messages.SavedReply(request_id="a", path="/p", content_hash="h", step=3))
+    frames = codec.encode(replies.SavedReply(request_id="a", path="/p", content_hash="h", step=3))
     later = msgspec.msgpack.decode(frames[1]) | {"seconds": 1.5}
     reply, _ = codec.decode_reply([frames[0], msgspec.msgpack.encode(later), frames[2]])
-    assert isinstance(reply, messages.SavedReply) and reply.step == 3
+    assert isinstance(reply, replies.SavedReply) and reply.step == 3
 
 
 def test_a_client_of_another_version_can_read_that_it_is_refused() -> None:
     """`ErrorReply` has these fields in every version."""
-    frames = codec.encode(messages.ErrorReply(request_id="a", category="user", kind="ProtocolError", message="m"))
+    frames = codec.encode(replies.ErrorReply(request_id="a", category="user", kind="ProtocolError", message="m"))
     wanted = {"type": "error", "request_id": "a", "category": "user", "kind": "ProtocolError", "message": "m"}
     assert msgspec.msgpack.decode(frames[1]) == wanted

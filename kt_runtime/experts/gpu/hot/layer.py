@@ -192,7 +192,7 @@ class HotExperts:
         self._set(expert, NONE)
 
     def fill(self, slot: int, buffer: Tensor) -> Mark:
-        """Copies an expert from pinned memory of the host (`Slots.carry`) into a slot that no expert has.
+        """Copies an expert from pinned memory of the host (`PlainSlots.carry`) into a slot that no expert has.
 
         Returns the mark after which the weights are there and the buffer may be written again. The copy begins
         when the steps that were queued before have read the slot.

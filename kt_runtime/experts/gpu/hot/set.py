@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -21,9 +22,16 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
 from kt_runtime.experts.gpu.hot.layer import HotExperts, Step
 from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
-from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots, PlainSlots, Scratch, scratch_bytes, slot_bytes
+from kt_runtime.experts.gpu.hot.slots import (
+    CarriedLayer,
+    Form,
+    PackedSlots,
+    PlainSlots,
+    Scratch,
+    scratch_bytes,
+    slot_bytes,
+)
 from kt_runtime.experts.gpu.paths import DevicePaths
-from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.values import ExpertShape
 
 NUM_CARRIERS = 2
@@ -88,6 +96,12 @@ class _Carrier:
         self.load: tuple[Move, Mark] | None = None
 
 
+class StoredLayer(CarriedLayer, Protocol):
+    """An `ExpertLayer`, which gets its hot experts."""
+
+    device_paths: DevicePaths | None
+
+
 class HotSet:
     """`layers`: the store's, by the model's index. `dtype`: the model's. `where`: the device of attention.
 
@@ -100,7 +114,7 @@ class HotSet:
 
     def __init__(
         self,
-        layers: Mapping[int, ExpertLayer],
+        layers: Mapping[int, StoredLayer],
         shape: ExpertShape,
         dtype: torch.dtype,
         where: torch.device,
@@ -234,7 +248,7 @@ class HotSet:
 
 def _made_slots(
     counts: Mapping[int, int],
-    layers: Mapping[int, ExpertLayer],
+    layers: Mapping[int, StoredLayer],
     shape: ExpertShape,
     dtype: torch.dtype,
     where: torch.device,

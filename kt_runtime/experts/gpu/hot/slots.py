@@ -47,26 +47,6 @@ class CarriedLayer(Protocol):
     def copy_packed(self, expert: int, out: Tensor) -> None: ...
 
 
-class Slots(Protocol):
-    """S slots, empty at first. `dtype`: of the weights that products take. `format`: what is held, by name."""
-
-    num_slots: int
-    dtype: torch.dtype
-    format: str
-    expert_bytes: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def carry(self, layer: CarriedLayer, expert: int, buffer: Tensor) -> None:
-        """Writes what a slot holds of `expert` to `buffer`, uint8 [expert_bytes] of the host."""
-        ...
-
-    def fill(self, slot: int, buffer: Tensor) -> None:
-        """Queues the copy of a pinned `buffer` into a slot, on the current stream."""
-        ...
-
-
 def expert_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
     """Bytes of a slot in the model's dtype: gate, up and down."""
     return 3 * shape.hidden * shape.intermediate * dtype.itemsize
@@ -127,7 +107,8 @@ class PlainSlots:
         return self.w13.device
 
     def carry(self, layer: CarriedLayer, expert: int, buffer: Tensor) -> None:
-        """Each weight is rounded once to the dtype."""
+        """Writes what a slot holds of `expert` to `buffer`, uint8 [expert_bytes] of the host. Each weight is rounded
+        once to the dtype."""
         w13, w2 = self._parts(buffer)
         if self.dtype == torch.bfloat16:
             layer.unpack_range(expert, 1, w13[None], w2[None])
@@ -138,6 +119,7 @@ class PlainSlots:
         w2.copy_(down)
 
     def fill(self, slot: int, buffer: Tensor) -> None:
+        """Queues the copy of a pinned `buffer` into a slot, on the current stream."""
         w13, w2 = self._parts(buffer)
         self.w13[slot].copy_(w13, non_blocking=True)
         self.w2[slot].copy_(w2, non_blocking=True)

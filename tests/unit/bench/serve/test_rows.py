@@ -23,6 +23,7 @@ from kt_runtime.bench.serve.streams import Stream, decode, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
 from kt_runtime.cli.interrupts import SIGNALS, Interruptible
 from kt_runtime.errors import InvalidValueError, NotFoundError, ServerUnreachableError, UnknownNameError
+from kt_runtime.families.gguf import packed_bytes
 from kt_runtime.serve.models.presets import load_preset
 
 LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
@@ -80,6 +81,18 @@ def test_the_dram_limit_counts_distinct_experts() -> None:
     assert work.expected_experts(1) == same(4)
 
 
+def test_matrices_of_a_gguf_file_count_packed() -> None:
+    name, plain = "model.layers.0.self_attn.o_proj.weight", model_work(QWEN, "bfloat16")
+    dense = {name: "Q8_0", "lm_head.weight": "Q8_0"}
+    packed = {"quant_method": "gguf", "files": ["x"], "experts": [["Q8_0", "Q8_0"]] * 12, "dense": dense}
+    work = model_work({**QWEN, "quantization_config": packed}, "bfloat16")
+    assert plain.dense_bytes - work.dense_bytes == 2 * 1024 * 1024 - packed_bytes("Q8_0", 1024, 1024)
+    assert (plain.head_bytes, work.head_bytes) == (2 * 768 * 1024, packed_bytes("Q8_0", 768, 1024))
+    assert (plain.dense_parameters, plain.head_parameters) == (work.dense_parameters, work.head_parameters)
+    step, whole = work.native_step(1, 100, 4.0), work.decode(1, 100, 4.0)
+    assert whole.weight_bytes - step.weight_bytes == work.head_bytes
+
+
 def test_a_step_reads_the_kv_of_all_streams_and_each_stream_s_adapter() -> None:
     work = model_work(QWEN, "bfloat16")
     empty = work.decode(8, 0, 20.0)
@@ -119,7 +132,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     plain = work.prefill(1).operations["bf16"] - 2 * work.head_parameters
     attention = work.prefill(1000).operations["bf16"] - 2 * work.head_parameters - 1000 * plain
     pairs = 6 * (1000 * 1001 / 2 + 128 * 129 / 2 + 872 * 128) - 12 * 1000  # a token alone sees itself
-    assert attention == pytest.approx(pairs * 2 * 24 * 2 * 64, rel=1e-9)
+    assert attention == same(pairs * 2 * 24 * 2 * 64)
 
 
 def test_a_step_reads_and_writes_the_states_of_gated_deltanet_layers() -> None:

@@ -16,7 +16,7 @@ from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.cache.page_store import PageStore
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.status import CacheTier
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -26,7 +26,7 @@ from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.loop import RunResult
-from kt_runtime.wire.messages import PublishReply
+from kt_runtime.wire.replies import PublishReply
 
 CONFIG = load_preset("tiny-deepseek-v3").config
 

@@ -23,7 +23,8 @@ from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families.gguf import DENSE_TYPES, Held, Part, packed_bytes
 from kt_runtime.ops.matmul import frozen_linear
 
-FLOAT32 = 2e-6  # relative to the length of the result
+FLOAT32 = 2e-6  # relative to the length of the result; 4.7e-7 measured
+FLOAT32_GRADIENT = 1.1e-6  # 1.15e-7 measured
 BF16_GRADIENT = 2.0**-7
 COLUMNS = 512
 SINGLE = [(kind, kind, kind) for kind in DENSE_TYPES]
@@ -110,7 +111,7 @@ def test_gradients_are_those_of_the_file_s_weights(tmp_path: Path, kinds: tuple[
     for count in (1, 250):
         by_out = rows(count, sum(ROWS), seed=4)
         wanted = by_out.double() @ values
-        assert relative(dense.linear_backward(by_out, weight), wanted) <= FLOAT32
+        assert relative(dense.linear_backward(by_out, weight), wanted) <= FLOAT32_GRADIENT
         low = dense.linear_backward(by_out.bfloat16(), PackedWeight(weight.native, torch.bfloat16))
         assert relative(low, by_out.bfloat16().double() @ values) <= BF16_GRADIENT
 
@@ -154,7 +155,7 @@ def test_it_stands_for_a_parameter(tmp_path: Path) -> None:
     assert parameter.dtype == torch.float32 and parameter.data_ptr() == weight.data_ptr() != 0
     x = rows(3).requires_grad_()
     frozen_linear(x, parameter).sum().backward()
-    assert x.grad is not None and relative(x.grad, values.sum(0).expand(3, -1)) <= FLOAT32
+    assert x.grad is not None and relative(x.grad, values.sum(0).expand(3, -1)) <= 3.5e-7  # 3.5e-8
     assert (
         weight.nbytes
         == len(weight.content())

@@ -4,7 +4,7 @@ import pytest
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.training.session_limits import SessionLimits
-from kt_runtime.wire.messages import SessionInfo
+from kt_runtime.wire.status import SessionInfo
 
 
 def info(name: str, num_bytes: int = 10**9, idle_s: float = 0.0) -> SessionInfo:

@@ -20,7 +20,8 @@ from kt_runtime.serve.http import names
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec
-from kt_runtime.wire.messages import PROTOCOL_VERSION, DoneReply, ErrorReply, GetStatus, MoveName
+from kt_runtime.wire.messages import PROTOCOL_VERSION, GetStatus, MoveName
+from kt_runtime.wire.replies import DoneReply, ErrorReply
 
 
 class Dropped:

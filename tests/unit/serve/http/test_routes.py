@@ -32,7 +32,7 @@ from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.serve.http.routes import adapter_routes, registry_routes, settings_routes
 from kt_runtime.serve.http.settings import RunningSettings
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
-from kt_runtime.wire import codec, error_reply
+from kt_runtime.wire import codec, error_reply, replies
 from kt_runtime.wire import messages as m
 from kt_runtime.wire.async_client import AsyncResidentClient
 
@@ -250,7 +250,7 @@ def test_busy_resident_is_asked_again_under_the_same_id(private_directory: Path)
             identity, *frames = await router.recv_multipart()
             seen.append(codec.decode_request(frames)[0].request_id)
             busy = error_reply(seen[-1], ServerBusyError("256 requests wait already"))
-            reply = busy if len(seen) < 3 or seen[-1] == "s" else m.DoneReply(request_id=seen[-1])
+            reply = busy if len(seen) < 3 or seen[-1] == "s" else replies.DoneReply(request_id=seen[-1])
             await router.send_multipart([identity, *codec.encode(reply)])
 
     async def scenario() -> None:
@@ -258,13 +258,13 @@ def test_busy_resident_is_asked_again_under_the_same_id(private_directory: Path)
             router.bind(address)
             task = asyncio.create_task(busy_twice(router))
             calls = AsyncResidentClient(address)
-            await calls.call(m.DropAdapter(request_id="r", lora_id="x"), m.DoneReply, 60.0)
+            await calls.call(m.DropAdapter(request_id="r", lora_id="x"), replies.DoneReply, 60.0)
             assert seen == ["r"] * 3
             seen.clear()
             with pytest.raises(ServerBusyError, match="256 requests"):
                 for _ in range(600):
                     with contextlib.suppress(RequestTimeoutError):  # on a busy machine no answer may come in time
-                        await calls.call(m.DropAdapter(request_id="s", lora_id="x"), m.DoneReply, 0.1)
+                        await calls.call(m.DropAdapter(request_id="s", lora_id="x"), replies.DoneReply, 0.1)
             calls.close()
             task.cancel()
 

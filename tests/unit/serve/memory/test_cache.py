@@ -9,9 +9,9 @@ import pytest
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
-from kt_runtime.serve.memory.cache_plan import INDEX_BYTES, CachePlan
 from kt_runtime.serve.memory.plan import ServingShape, plan_memory
 from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.serve.options.cache_plan import INDEX_BYTES, CachePlan
 from kt_runtime.serve.options.named import ServeOptions
 
 TINY = load_preset("tiny-qwen3-moe").config

@@ -11,7 +11,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.placement import Placement
 from kt_runtime.serve.memory.resident_notes import compare, placement_notes, placement_of_name, resident_notes
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.wire.messages import StatusReply
+from kt_runtime.wire.replies import StatusReply
 
 RULES = """\
 - match: {name: "experts$"}

@@ -23,6 +23,7 @@ from kt_runtime.serve.tinker.model import ModelFacts
 from kt_runtime.serve.tinker.routes import tinker_routes
 from kt_runtime.serve.tinker.service import TinkerService
 from kt_runtime.wire import messages as m
+from kt_runtime.wire import replies
 
 CONTEXT_TOKENS = 64
 CONFIG = {
@@ -73,25 +74,27 @@ class MemoryResident:
             case m.Forward() | m.ForwardBackward():
                 logprobs = -np.arange(len(arrays["tokens"]), dtype=np.float32)
                 metrics = {"kl/k1": 1.0, "kl/k3": 2.0, "clipped": 1.0, "tokens": 4.0}
-                reply = m.ForwardReply(
+                reply = replies.ForwardReply(
                     request_id=request.request_id, loss=3.5, num_tokens=len(logprobs), seconds=0.1, metrics=metrics
                 )
                 return reply, {"logprobs": logprobs}
             case m.OptimStep():
-                return m.OptimReply(request_id=request.request_id, step=1, grad_norm=0.5, finished_at=0.0), {}
+                return replies.OptimReply(request_id=request.request_id, step=1, grad_norm=0.5, finished_at=0.0), {}
             case m.Save():
                 Path(request.path).mkdir(parents=True, exist_ok=True)
                 Path(request.path, "adapter_config.json").write_text("{}")
-                return m.SavedReply(request_id=request.request_id, path=request.path, content_hash="h", step=1), {}
+                return replies.SavedReply(
+                    request_id=request.request_id, path=request.path, content_hash="h", step=1
+                ), {}
             case m.Publish():
                 self.published += 1
                 version = f"{self.published:064x}"
                 return _published(request, version), {}
-        return m.DoneReply(request_id=request.request_id), {}
+        return replies.DoneReply(request_id=request.request_id), {}
 
 
-def _published(request: m.Publish, version: str) -> m.PublishReply:
-    return m.PublishReply(
+def _published(request: m.Publish, version: str) -> replies.PublishReply:
+    return replies.PublishReply(
         request_id=request.request_id, name=request.name, version=version, lora_id=version, publish_ms=1.0
     )
 

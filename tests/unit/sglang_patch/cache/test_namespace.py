@@ -15,7 +15,7 @@ from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.twin.model import dense_views
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cache.namespace import namespace
-from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.store import expert_store, model_config
 
 
 class Pool:
@@ -33,7 +33,7 @@ def runner(served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(cache_namespace, "_fingerprint", None)
     yield SimpleNamespace(
         model=served.model,
-        model_config=moe.model_config(),
+        model_config=model_config(),
         dtype=torch.float32,
         kv_cache_dtype=torch.float32,
         device="cpu",
@@ -74,7 +74,7 @@ def test_the_weights_are_the_residents_and_hashed_once(runner: Any, served: Simp
     cache_namespace._loaded(None, runner)
     found = namespace(Pool(), 8).weights
     views = dense_views(served.config, cache_namespace.named_tensors(served.model))
-    assert found == hash_weights(views, moe.expert_store())
+    assert found == hash_weights(views, expert_store())
     assert cache_namespace.fingerprint(runner).future().result() == found
     assert cache_namespace.fingerprint(runner) is cache_namespace.fingerprint(runner)
 
@@ -93,7 +93,7 @@ def test_whatever_changes_pages_changes_the_namespace(runner: Any, monkeypatch: 
             patch.setattr(runner, name, torch.bfloat16)
             found.add(namespace(Pool(), 8).digest())
     with monkeypatch.context() as patch:
-        patch.setattr(moe.expert_store(), "isa", "another")
+        patch.setattr(expert_store(), "isa", "another")
         found.add(namespace(Pool(), 8).digest())
     config = runner.model_config.hf_config
     with monkeypatch.context() as patch:

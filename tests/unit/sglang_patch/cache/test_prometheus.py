@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kt_runtime.cache.health import DISK_COUNTERS
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.status import CacheTier
 
 
 def tier(name: str, **values: Any) -> CacheTier:
@@ -63,7 +63,7 @@ def test_another_process_sees_what_one_published(tmp_path: Path) -> None:
     """As SGLang runs it: the scheduler counts, the frontend answers, also after the scheduler's last word."""
     scheduler = (
         "from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers\n"
-        "from kt_runtime.wire.messages import CacheTier\n"
+        "from kt_runtime.wire.status import CacheTier\n"
         "tier = CacheTier(tier='host', page_tokens=1, page_bytes=1, pages=7, used_bytes=7, capacity_bytes=9, hits=5,"
         " misses=6, evictions=8, bytes_read=11)\n"
         "published = PublishedTiers()\n"

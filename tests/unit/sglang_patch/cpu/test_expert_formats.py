@@ -29,9 +29,9 @@ from kt_runtime.families.gguf import EXPERT_TYPES, packed_name
 from kt_runtime.serve.models.gguf_model import gguf_directory
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.sglang_patch.store import expert_store
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (9, 70)
 FLOAT32_TOLERANCE = 4e-5  # of a log-probability; 4e-6 was measured: sums in another order
@@ -120,7 +120,7 @@ def test_served_logprobs_are_those_of_the_weights_and_of_training(
 ) -> None:
     checkpoint = stored(name)
     running.load_experts(checkpoint.quantized)
-    assert moe.expert_store().format == checkpoint.held and native_step.state() == STEP_RUNNING
+    assert expert_store().format == checkpoint.held and native_step.state() == STEP_RUNNING
     rows, found = served(running)
     model = load_hugging_face(checkpoint.plain)
     differences = []

@@ -1,36 +1,16 @@
-"""Whose experts the store keeps, and what is said when there is no store."""
+"""What SGLang's layers must compute for the store to compute it in their place."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families.stack import ExpertMlp
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.cpu import moe
-
-
-def test_only_known_families_keep_their_experts_in_the_store() -> None:
-    assert moe.keeps_experts_in_store(Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"]))
-    assert moe.keeps_experts_in_store(DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]))
-    assert not moe.keeps_experts_in_store(LlamaConfig(architectures=["LlamaForCausalLM"]))
-
-
-def test_without_a_model_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "_store", None)
-    with pytest.raises(ConflictError, match="not open"):
-        moe.expert_store()
-
-
-def test_experts_are_read_from_a_local_directory_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(moe, "_store", None)
-    with pytest.raises(NotFoundError, match="some/hub-name"):
-        moe.open_store("some/hub-name")
 
 
 def runner_config(**changes: Any) -> SimpleNamespace:

@@ -19,7 +19,7 @@ from reference.resident.scheduler import Engine, engine
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.delta import step as delta_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (3, 40, 64, 150, 333)
 LONG, STATES = 4096, 64

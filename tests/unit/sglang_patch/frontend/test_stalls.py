@@ -17,11 +17,9 @@ from kt_runtime.sglang_patch.frontend.stalls import (
     RANK_SECONDS,
     SILENT_SECONDS,
     EngineStalled,
-    Look,
     Stalls,
-    look_at,
-    rank_names,
 )
+from kt_runtime.sglang_patch.ranks.looks import Look, look_at, rank_names
 
 SCHEDULER, DETOKENIZER = 11, 12
 

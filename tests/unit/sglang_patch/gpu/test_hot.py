@@ -18,9 +18,9 @@ from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet, HotUse, LayerUse
 from kt_runtime.experts.gpu.hot.slots import expert_bytes
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
-from kt_runtime.sglang_patch import turns
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
+from kt_runtime.sglang_patch.resident import turns
 
 E, H, INNER = 6, 64, 32
 LAYERS = (1, 2)

@@ -20,6 +20,7 @@ from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.gpu import experts
 from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+from kt_runtime.sglang_patch.store import expert_store
 
 SIZE = 4
 
@@ -34,7 +35,7 @@ class Captured:
         self.x = torch.zeros(SIZE, served.config["hidden_size"])
         self.ids = torch.zeros(SIZE, served.config["num_experts_per_tok"], dtype=torch.int64)
         self.weights = torch.zeros(self.ids.shape)
-        self.num_experts = moe.expert_store().layers[self.layer_id].shape.num_experts
+        self.num_experts = expert_store().layers[self.layer_id].shape.num_experts
         self.prepare([None] * SIZE)  # as SGLang prepares the batch of a capture
         graphs.capture(SIZE, self.forward)
 

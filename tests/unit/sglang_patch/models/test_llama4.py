@@ -48,6 +48,6 @@ def test_the_largest_logit_is_chosen_where_all_sigmoids_are_one(isa: str | None)
         logits = torch.tensor([[18.0, 40.0, 30.0, -1.0], [-3.0, -2.0, -9.0, -2.0], [0.0, 0.0, 0.0, 0.0]])
         weights, ids = llama4.top_1(logits)
         assert ids.tolist() == [[1], [1], [0]]
-        torch.testing.assert_close(weights, logits.gather(1, ids.long()).sigmoid(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weights, logits.gather(1, ids.long()).sigmoid(), rtol=6e-7, atol=0)  # 6e-8
     finally:
         dense.configure()

@@ -17,7 +17,7 @@ from reference.resident.scheduler import Engine, engine
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 MODELS = ("tiny-gpt-oss", "tiny-llama4", "tiny-deepseek-v32", "tiny-glm-moe-dsa")
 TOKENS, CHUNKS = 4096, (4096, 1000, 64)

@@ -11,7 +11,7 @@ import pytest
 from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerUnreachableError
-from kt_runtime.train.predict.generation import Generator, Progress, Prompt
+from kt_runtime.train.predict.generation import Generator, Prompt
 
 PROMPTS = [Prompt([1, 2, index], 8, f"data.jsonl:{index + 1}") for index in range(12)]
 AT_ONCE = 4
@@ -136,18 +136,3 @@ def test_what_came_from_the_prefix_cache_is_counted() -> None:
     with fake_server(answer) as fake:
         use = generator(fake.url).answer(PROMPTS, lambda index, text: None)
     assert str(use) == "12,000 prompt tokens sent, 9,000 of them from the server's prefix cache"
-
-
-def test_progress_says_rate_and_time_left_every_few_seconds() -> None:
-    now = [0.0]
-    lines: list[str] = []
-    progress = Progress(20, lines.append, lambda: now[0])
-    for _ in range(20):
-        now[0] += 1.0
-        progress.add()
-    assert lines == [
-        "answered 5/20  1.00 rows/s  left 0:00:15",
-        "answered 10/20  1.00 rows/s  left 0:00:10",
-        "answered 15/20  1.00 rows/s  left 0:00:05",
-        "answered 20/20  1.00 rows/s  left 0:00:00",
-    ]

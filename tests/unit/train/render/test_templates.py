@@ -17,8 +17,8 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.train.data import Conversation, Preference
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.render.rendering import Renderer
-from kt_runtime.train.render.templates import TEMPLATES
-from kt_runtime.train.render.tool_formats import DEFAULT
+from kt_runtime.train.templates.table import TEMPLATES
+from kt_runtime.train.templates.tool_formats import DEFAULT
 
 Make = Callable[..., Renderer]
 

@@ -12,7 +12,8 @@ import pytest
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.train.examples import Prompt
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.train.rollouts.reward_function import UserReward, check_function
+from kt_runtime.train.recipe.reward_file import check_function
+from kt_runtime.train.rollouts.reward_function import UserReward
 from kt_runtime.train.rollouts.rewards import check_prompts, reward_of
 
 WHERE = "rows.json:7"

@@ -14,7 +14,7 @@ from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.examples import Example, Pair
-from kt_runtime.train.predict.serving_path import Ask, ServingPath
+from kt_runtime.train.serving_path import Ask, ServingPath
 from kt_runtime.train.stages.reference_logprobs import Counters, ask_reference
 
 AT_ONCE = 4

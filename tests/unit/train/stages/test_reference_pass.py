@@ -15,10 +15,10 @@ from reference.server.fake_server import Answer, FakeServer, fake_server
 
 from kt_runtime.errors import ConflictError, InvalidValueError, ServerUnreachableError
 from kt_runtime.train.examples import Example, Pair
-from kt_runtime.train.predict.serving_path import ServingPath
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.inputs import Inputs
 from kt_runtime.train.run.loop import RunResult, run
+from kt_runtime.train.serving_path import ServingPath
 
 OFFSET = 0.25  # what this serving path is off the twin, for each token
 

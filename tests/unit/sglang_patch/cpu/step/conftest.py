@@ -16,7 +16,7 @@ from reference.resident.native_step import CASES, SINGLE_CASES, Both
 from reference.resident.scheduler import Engine, engine
 
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 HERE = Path(__file__).parent
 FEW = {"float32", "DeepSeek-V2, bfloat16"}

@@ -29,7 +29,7 @@ from kt_runtime.families import family_for
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.lora.pinned_memory import UnpinnedMemory
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp", "in_proj_qkvz", "in_proj_b")
 

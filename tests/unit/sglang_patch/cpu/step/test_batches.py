@@ -33,7 +33,7 @@ from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.delta.step import attending_pool
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
 

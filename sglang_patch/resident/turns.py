@@ -13,11 +13,15 @@ SGLang 0.5.23 symbols and reasons:
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
   sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
   frontend's answers must wake it.
+- `Scheduler.on_idle`: called in a loop while there is nothing to compute. While pages are in flight between the cache's
+  tiers, the scheduler does not count as idle and does not sleep. It would occupy a core that the copying threads could
+  use, so it sleeps for a millisecond here. A request ends the sleep early.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +31,9 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.ranks import group, members
-from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
+from kt_runtime.sglang_patch.ranks import group
+from kt_runtime.sglang_patch.resident import members
+from kt_runtime.sglang_patch.resident.turn_metrics import TurnMetrics
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.run_event_loop",
@@ -36,11 +41,13 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
     "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep",
     "sglang.srt.managers.scheduler.Scheduler._should_defer_prefill",
+    "sglang.srt.managers.scheduler.Scheduler.on_idle",
 )
 
 SWITCH_SECONDS = 0.0005
 """After this time a thread that computes in Python lets another one run. A decode step takes the interpreter's lock a
 dozen times, and beside a thread that reads an adapter it would wait 5 ms, Python's default, each time."""
+REST_SECONDS = 0.001
 
 _metrics = TurnMetrics()
 _resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
@@ -58,18 +65,19 @@ def install(hooks: Hooks) -> None:
     """Hooks the processes of `kt-runtime serve`. Does nothing in any other SGLang process."""
     if ResidentSettings.from_environment() is None:
         return
-    run_event_loop, ingest_requests, recv_requests, maybe_sleep, should_defer_prefill = SYMBOLS
+    run_event_loop, ingest_requests, recv_requests, maybe_sleep, should_defer_prefill, on_idle = SYMBOLS
     hooks.around(run_event_loop, _build_resident)
     hooks.around(ingest_requests, _turn)
     hooks.around(recv_requests, _with_decisions)
     hooks.around(maybe_sleep, _sleep)
     hooks.around(should_defer_prefill, _defers)
+    hooks.after(on_idle, _rest)
 
 
 def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     global _resident, _members
     from kt_runtime.resident.server import Resident
-    from kt_runtime.sglang_patch.host import SGLangHost
+    from kt_runtime.sglang_patch.resident.host import SGLangHost
 
     settings = ResidentSettings.from_environment()
     assert settings is not None
@@ -148,3 +156,12 @@ def _sleep(original: Callable[..., Any], sleeper: Any, *args: Any, **kwargs: Any
     if has_work():
         return None
     return original(sleeper, *args, **kwargs)
+
+
+def _rest(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    if not scheduler.enable_hierarchical_cache or has_work() or scheduler.is_fully_idle():
+        return
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.poller.poll(1000 * REST_SECONDS)
+    else:
+        time.sleep(REST_SECONDS)

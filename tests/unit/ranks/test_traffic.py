@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from reference.server.rank_traffic import Machine, Traffic, busiest, dense_parameters, predicted, sent_bytes
 
-from kt_runtime.bench.scale.traffic import Machine, Traffic, busiest, dense_parameters, predicted, sent_bytes
 from kt_runtime.serve.models.presets import load_preset
 
 BENCH = load_preset("bench-qwen3-moe").config

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.ranks import group
-from kt_runtime.wire.messages import RankStatus
+from kt_runtime.sglang_patch.store import expert_store
+from kt_runtime.wire.status import RankStatus
 
 SYMBOLS = ("sglang.srt.runtime_context.get_parallel",)
 ASK_SECONDS = 1.0
@@ -112,7 +112,7 @@ class Members:
 def _member(model: Any, address: str) -> Member:
     from sglang.srt.runtime_context import get_parallel
 
-    store = moe.expert_store()
+    store = expert_store()
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters())
     host = int(get_parallel().node_rank)
     held = (store.first_expert, store.shape.num_experts)

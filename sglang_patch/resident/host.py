@@ -22,18 +22,19 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.resident.pacing.budget import Load
 from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
-from kt_runtime.sglang_patch import latencies
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
-from kt_runtime.sglang_patch.cpu import moe, routes
+from kt_runtime.sglang_patch.cpu import routes
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.lora import slots as lora_slots
 from kt_runtime.sglang_patch.lora import staging as lora_staging
-from kt_runtime.sglang_patch.ranks import group, members
+from kt_runtime.sglang_patch.ranks import group
+from kt_runtime.sglang_patch.resident import latencies, members
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts, RankStatus
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -82,7 +83,7 @@ class SGLangHost:
         self.max_lora_rank = int(self._runner.lora_manager.max_lora_rank)
         self.context_tokens = int(self._runner.model_config.context_len)
         self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
-        self.experts = moe.expert_store()
+        self.experts = expert_store()
         self.weights = cache_namespace.fingerprint(self._runner)
         self.routes: RouteStore | None = routes.open_store(self.config, settings.route_bytes)
         self.attends_in_float32 = device.is_host(self.device)  # `cpu/attention.py`; elsewhere SGLang's own backends run

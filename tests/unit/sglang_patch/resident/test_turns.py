@@ -13,9 +13,9 @@ from reference.resident.scheduler import Engine
 
 from kt_runtime.resident.pacing.budget import IDLE, Load
 from kt_runtime.resident.pacing.latencies import Latencies
-from kt_runtime.sglang_patch import latencies, turns
-from kt_runtime.sglang_patch.host import SGLangHost
-from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
+from kt_runtime.sglang_patch.resident import latencies, turns
+from kt_runtime.sglang_patch.resident.host import SGLangHost
+from kt_runtime.sglang_patch.resident.turn_metrics import TurnMetrics
 from kt_runtime.sglang_patch.warm_up import RID_PREFIX
 from kt_runtime.wire.settings import Settings
 from kt_runtime.wire.status import TrainingTurns
@@ -161,3 +161,34 @@ def test_metrics_show_targets_times_and_the_budget() -> None:
     assert found["kt_runtime:training_budget_ms"] == -1.0
     assert found["kt_runtime:training_parts"] == 50.0
     assert metrics.is_due and not metrics.is_due
+
+
+def idle_scheduler(**changes: Any) -> tuple[Any, list[float]]:
+    """With the milliseconds of its rests."""
+    rests: list[float] = []
+    fields = {
+        "enable_hierarchical_cache": True,
+        "is_fully_idle": lambda: False,
+        "idle_sleeper": SimpleNamespace(poller=SimpleNamespace(poll=rests.append)),
+    }
+    return SimpleNamespace(**(fields | changes)), rests
+
+
+def test_it_rests_while_pages_move() -> None:
+    waiting, rests = idle_scheduler()
+    turns._rest(None, waiting)
+    assert rests == [1.0]
+
+
+@pytest.mark.parametrize("changes", [{"enable_hierarchical_cache": False}, {"is_fully_idle": lambda: True}])
+def test_it_does_not_rest_without_tiers_nor_after_its_sleep(changes: dict[str, Any]) -> None:
+    other, rests = idle_scheduler(**changes)
+    turns._rest(None, other)
+    assert not rests
+
+
+def test_it_does_not_rest_while_there_is_training_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_resident", SimpleNamespace(has_work=lambda: True))
+    waiting, rests = idle_scheduler()
+    turns._rest(None, waiting)
+    assert not rests

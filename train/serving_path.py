@@ -7,8 +7,10 @@ whole run; answers received before have been handed over by then.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from kt_runtime.errors import InvalidValueError, RequestTimeoutError, RuntimeFau
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each retry
 PASSING_STATUS = {429, 502, 503, 504}
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3600.0
+PROGRESS_SECONDS = 5.0
 
 Answer = Mapping[str, Any]
 Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Any]]
@@ -78,6 +81,36 @@ class ServingPath:
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         raise ServerUnreachableError(f"{where}: {self.url} did not answer in {len(self.pauses_s) + 1} tries: {failure}")
+
+
+class Progress:
+    """Reports every few seconds how many of `total` are done, the rate, and the time left."""
+
+    def __init__(
+        self,
+        total: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        verb: str = "answered",
+        unit: str = "rows",
+    ) -> None:
+        self._total, self._say, self._clock, self._verb, self._unit = total, say, clock, verb, unit
+        self.started = self._said = clock()
+        self.done = 0
+
+    def add(self) -> None:
+        self.done += 1
+        now = self._clock()
+        if self.done == self._total or now - self._said >= PROGRESS_SECONDS:
+            self._said = now
+            rate = self.done / max(now - self.started, 1e-9)
+            left = timedelta(seconds=round((self._total - self.done) / rate))
+            self._say(f"{self._verb} {self.done}/{self._total}  {rate:.2f} {self._unit}/s  left {left}")
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self.started
 
 
 def malformed(where: str, answer: Any) -> RuntimeFault:

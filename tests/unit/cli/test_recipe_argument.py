@@ -8,7 +8,7 @@ import click
 import pytest
 
 from kt_runtime.cli.main import main
-from kt_runtime.cli.train.recipe_argument import find_recipe, recipe_of
+from kt_runtime.cli.recipe_argument import find_recipe, recipe_of
 
 
 @pytest.mark.parametrize(

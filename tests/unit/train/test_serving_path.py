@@ -10,7 +10,7 @@ import pytest
 from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.train.predict.serving_path import Ask, ServingPath
+from kt_runtime.train.serving_path import Ask, Progress, ServingPath
 
 AT_ONCE = 3
 
@@ -53,3 +53,18 @@ def test_a_failure_within_tasks_of_tasks_comes_out_alone() -> None:
         pytest.raises(InvalidValueError, match=r"^row .: the server answers HTTP 400: no$"),
     ):
         ServingPath(fake.url, None, None, AT_ONCE).run(work)
+
+
+def test_progress_says_rate_and_time_left_every_few_seconds() -> None:
+    now = [0.0]
+    lines: list[str] = []
+    progress = Progress(20, lines.append, lambda: now[0])
+    for _ in range(20):
+        now[0] += 1.0
+        progress.add()
+    assert lines == [
+        "answered 5/20  1.00 rows/s  left 0:00:15",
+        "answered 10/20  1.00 rows/s  left 0:00:10",
+        "answered 15/20  1.00 rows/s  left 0:00:05",
+        "answered 20/20  1.00 rows/s  left 0:00:00",
+    ]

@@ -15,7 +15,7 @@ from kt_runtime.families import family_for
 from kt_runtime.ranks import Share
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.sglang_patch.lora.adapter import build_adapter
-from kt_runtime.sglang_patch.ranks.lora import part_of
+from kt_runtime.sglang_patch.lora.rank_part import part_of
 
 
 @pytest.fixture(scope="module")

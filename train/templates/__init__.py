@@ -1,0 +1,1 @@
+"""LLaMA-Factory's named templates, and their formats of tools and calls."""
