@@ -9,6 +9,9 @@ The frontend's event loop sends a byte every half second (`guarded.py`). The gua
 threads sleep. After `SILENT_LOOKS` of them the guard kills it. Then all connections end, which clients see as an error,
 and the kernel ends the server's other processes.
 
+However the frontend ends, if not by itself, the guard removes files that no later server would know of: what SGLang keeps
+in shared memory under a random name.
+
 Not counted is a look at a frontend with a thread that computes or waits for a processor (the machine is busy), or for a
 disk (the kernel can't end it), or that a debugger has stopped. Looks count and not time: after Ctrl-Z, or in a frozen
 container, the guard was stopped too.
@@ -67,7 +70,7 @@ def thread_states(pid: int) -> str:
 
 
 def guard(frontend: int, beats: int, look_s: float) -> None:
-    """Returns once the process `frontend`, this process's parent, has ended. `beats`: a descriptor to read from."""
+    """Returns once the process `frontend`, this process's parent, has ended or was killed. `beats`: a descriptor."""
     silence = Silence()
     select.select([beats], [], [])  # for the first beat: the event loop runs
     while os.getppid() == frontend:
@@ -87,3 +90,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole group: the frontend decides
         signal.signal(number, signal.SIG_IGN)
     guard(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))
+    for path in sys.argv[3:]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

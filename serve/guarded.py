@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import IO
 
 from kt_runtime.serve import guard
@@ -19,12 +20,15 @@ BEAT_SECONDS = 0.5
 
 
 @contextlib.asynccontextmanager
-async def guarded(look_s: float = guard.LOOK_SECONDS, beat_s: float = BEAT_SECONDS) -> AsyncIterator[None]:
+async def guarded(
+    *leftovers: Path, look_s: float = guard.LOOK_SECONDS, beat_s: float = BEAT_SECONDS
+) -> AsyncIterator[None]:
     """Guards this process, whose event loop this is, until the block ends. Without a guard the block runs all the same.
 
-    The guard has no environment: a key that is in this process's does not get there.
+    `leftovers`: files that the guard removes if this process dies in the block. The guard has no environment: a key
+    that is in this process's does not get there.
     """
-    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(look_s)]
+    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(look_s), *map(str, leftovers)]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, bufsize=0)
     except OSError as error:

@@ -297,7 +297,7 @@ class _Frontend:
                 connection = Connection(self._options.url, self._trainers_key)
                 facts = ServerFacts(self._model.directory, self._options.max_lora_rank, context_tokens)
                 async with (
-                    guarded(),
+                    guarded(engine.shared_memory),
                     replica_of(self._registry, adapters, names, place, self._door),
                     tinker_api(app, resident, engine, adapters, self._options, self._model, context_tokens, place),
                     finetuning_api(

@@ -45,6 +45,8 @@ class Running:
     def __init__(self, api: ServerAPI, model: Path, hung: Path, started: Any) -> None:
         self.api, self.frontend, self.hung, self._started = api, forked_server.frontend_of(model), hung, started
         self.children = self.frontend.children(recursive=True)
+        mapped = {Path(region.path) for region in self.child("scheduler").memory_maps()}
+        (self.shared_memory,) = [path for path in mapped if path.name.startswith("sglang_loads")]
 
     def child(self, name: str) -> psutil.Process:
         (found,) = [child for child in self.children if name in " ".join(child.cmdline())]
@@ -226,6 +228,7 @@ def test_a_server_whose_process_dies_or_whose_frontend_hangs_ends_and_a_restart_
             until(functools.partial(has_ended, streamed))
             assert served.status() == status
             until(served.has_left_nothing)
+            assert not served.shared_memory.exists()
             assert said in (tmp_path / "server.log").read_text()
             (served.hung / hung_processes.FRONTEND).unlink(missing_ok=True)
     with running(tmp_path) as served:

@@ -18,11 +18,11 @@ from kt_runtime.serve.guard import SILENT_LOOKS, Silence, thread_states
 SECONDS = 120.0
 FRONTEND = textwrap.dedent(
     """
-    import asyncio, sys, time
+    import asyncio, pathlib, sys, time
     from kt_runtime.serve.guarded import guarded
 
     async def main():
-        async with guarded(look_s=0.1, beat_s=0.05):
+        async with guarded(*map(pathlib.Path, sys.argv[2:]), look_s=0.1, beat_s=0.05):
             await asyncio.sleep(1.0)  # many looks: a loop that runs is left alone
             print("runs", flush=True)
             if sys.argv[1] == "hangs":
@@ -82,10 +82,11 @@ def test_the_states_are_those_of_the_kernel() -> None:
 
 
 def started(how: str, directory: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """The frontend, whose event loop runs, and its guard."""
+    """The frontend, whose event loop runs, and its guard. Of two files that it would leave, one is there."""
+    (directory / "left").touch()
     with (directory / "log").open("w") as log:
         frontend = subprocess.Popen(
-            [sys.executable, "-P", "-c", FRONTEND, how],
+            [sys.executable, "-P", "-c", FRONTEND, how, directory / "absent", directory / "left"],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -108,6 +109,7 @@ def test_a_frontend_that_is_stopped_or_hangs_is_killed_and_the_log_says_why(
         frontend.send_signal(signal.SIGSTOP)
     assert frontend.wait(SECONDS) == -signal.SIGKILL
     guard.wait(SECONDS)
+    assert not (tmp_path / "left").exists()
     assert f"the frontend (process {frontend.pid}) {said}; the server ends" in (tmp_path / "log").read_text()
     assert frontend.stdout is not None
     frontend.stdout.close()
@@ -118,9 +120,11 @@ def test_a_frontend_that_ends_ends_its_guard_however_it_ends(tmp_path: Path) -> 
     frontend.kill()
     frontend.wait(SECONDS)
     guard.wait(SECONDS)
+    assert not (tmp_path / "left").exists()
     ending, _ = started("ends", tmp_path)
     assert ending.stdout is not None and ending.stdout.read() == "ended\n"
     assert ending.wait(SECONDS) == 0
+    assert (tmp_path / "left").exists()  # a frontend that ends by itself removes its files
     for process in (frontend, ending):
         assert process.stdout is not None
         process.stdout.close()
