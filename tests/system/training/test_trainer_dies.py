@@ -25,8 +25,8 @@ from kt_runtime.cli.server_process import server
 from kt_runtime.errors import ConflictError
 from kt_runtime.files import visible_entries
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.wire import Batch, ResidentClient
-from kt_runtime.wire.messages import ErrorReply, LoraSettings
+from kt_runtime.wire import Batch, ResidentClient, codec
+from kt_runtime.wire.messages import ErrorReply, ForwardBackward, LoraSettings
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
@@ -153,6 +153,31 @@ class Canary:
         return (Path.touch, (self.path,))
 
 
+def broken_messages() -> list[list[bytes]]:
+    """Another version, a truncated header, and arrays that are not what their descriptors or their message say."""
+    good = batch()
+    arrays = {"tokens": good.tokens, "targets": good.targets, "weights": good.weights}
+    request = ForwardBackward(request_id="broken", session="nobody", lengths=good.lengths)
+    magic, header, descriptors, *data = codec.encode(request, arrays)
+    described = msgspec.msgpack.decode(descriptors)
+    others = [
+        [{**described[0], "dtype": "float64"}, *described[1:]],
+        [{**described[0], "dtype": "float32"}, *described[1:]],
+        [{**described[0], "shape": [1 << 62]}, *described[1:]],
+        [{**described[0], "shape": [-1]}, *described[1:]],
+        [{**described[0], "name": "others"}, *described[1:]],
+        described[1:],
+    ]
+    return [
+        [b"KT9", header, descriptors, *data],
+        [magic, header[:-3], descriptors, *data],
+        [magic, header, descriptors[:-3], *data],
+        [magic, header, descriptors, *data[:-1]],
+        [magic, header, descriptors, data[0][:-1], *data[1:]],
+        *([magic, header, msgspec.msgpack.encode(other), *data] for other in others),
+    ]
+
+
 def test_hostile_frames_get_an_error_and_nothing_else_happens(
     api: ServerAPI, client: ResidentClient, tmp_path: Path
 ) -> None:
@@ -162,7 +187,10 @@ def test_hostile_frames_get_an_error_and_nothing_else_happens(
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(client.address)
-        for frames in ([b""], [poison], [b"KT1", poison], [b"KT1", poison, poison], [b"x"] * 5000, [b"KT1", b"\xc1"]):
+        for frames in (
+            *([b""], [poison], [b"KT1", poison], [b"KT1", poison, poison], [b"x"] * 100_000, [b"KT1", b"\xc1"]),
+            *broken_messages(),
+        ):
             socket.send_multipart(frames)
             assert socket.poll(20_000), f"no reply to {frames[:2]!r}"
             reply = next(f for f in map(_error, socket.recv_multipart()) if f)
