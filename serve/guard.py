@@ -1,16 +1,16 @@
 """Ends a server whose frontend is stopped or hangs: a process beside it, of this file and the standard library alone.
 
 Nobody else can. The frontend answers all clients and probes, and watches the server's other processes
-(`sglang_patch/frontend/stalls.py`). While it is stopped, or its event loop waits for something that never comes, clients
-get silence, and whoever watches the server's exit status sees nothing.
+(`sglang_patch/frontend/stalls.py`). While it is stopped, or its event loop waits for something that never comes,
+clients get silence, and whoever watches the server's exit status sees nothing.
 
 The frontend's event loop sends a byte every half second (`guarded.py`). The guard looks at the frontend after each
-`LOOK_SECONDS` without one. A look counts if the frontend could not have sent one: a signal has stopped it, or all of its
-threads sleep. After `SILENT_LOOKS` of them the guard kills it. Then all connections end, which clients see as an error,
-and the kernel ends the server's other processes.
+`LOOK_SECONDS` without one. A look counts if the frontend could not have sent one: a signal has stopped it, or all of
+its threads sleep. After `SILENT_LOOKS` of them the guard kills it. Then all connections end, which clients see as an
+error, and the kernel ends the server's other processes.
 
-However the frontend ends, if not by itself, the guard removes files that no later server would know of: what SGLang keeps
-in shared memory under a random name.
+However the frontend ends, if not by itself, the guard removes files that no later server would know of: what SGLang
+keeps in shared memory under a random name.
 
 Not counted is a look at a frontend with a thread that computes or waits for a processor (the machine is busy), or for a
 disk (the kernel can't end it), or that a debugger has stopped. Looks count and not time: after Ctrl-Z, or in a frozen
@@ -63,9 +63,9 @@ def thread_states(pid: int) -> str:
     except FileNotFoundError:
         return ""
     for thread in threads:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
-                states += file.read().rpartition(")")[2].split()[0]
+        stat = f"/proc/{pid}/task/{thread}/stat"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(stat, "rb") as file:
+            states += file.read().rpartition(b")")[2].split()[0].decode()
     return states
 
 

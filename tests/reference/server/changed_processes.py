@@ -110,13 +110,13 @@ def _take_memory(control: Path) -> None:
     Scheduler.ingest_requests = with_less  # type: ignore[method-assign]
 
 
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
 class _Mallinfo2(ctypes.Structure):
     """mallinfo(3): bytes, of all arenas."""
 
-    _fields_ = [  # noqa: RUF012
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
 
 
 def allocated_bytes() -> int:

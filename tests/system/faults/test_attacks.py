@@ -1,5 +1,5 @@
-"""What the field's advisories were about, tried on real servers: code in pickles, templates and model directories, paths
-in names, requests to other machines, sockets that anybody can reach. docs/faults.md says which advisory is which."""
+"""What the field's advisories were about, tried on real servers: programs in pickles, templates and model directories,
+paths in names, requests to other machines, sockets that anybody can reach. docs/faults.md has the advisories."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_name_of_an_uploaded_file_is_never_a_path(served: Served, http: http
         assert answer.status_code == 200, answer.text
         uploaded = answer.json()
         assert uploaded["filename"] == "canary"
-        assert not [path for path in place.rglob("*canary*")] and not Path("/tmp/canary").exists()
+        assert not list(place.rglob("*canary*")) and not Path("/tmp/canary").exists()
         assert http.delete(f"/v1/files/{uploaded['id']}").status_code == 200
     for identifier in ("..%2f..%2fmodel", "../../model", "%2e%2e"):
         assert http.get(f"/v1/files/{identifier}/content").status_code in (400, 404)
@@ -176,7 +176,10 @@ def test_programs_in_a_model_s_directory_are_not_run(tmp_path: Path) -> None:
             answer = http.post(path, json=body)
             assert answer.status_code in (400, 403), (path, answer.text)
             assert "Traceback" not in answer.text and str(tmp_path) not in answer.text
-        for given in ({"chat_template": PROGRAM.format(canary=canary)}, {"chat_template_kwargs": {"chat_template": "x"}}):
+        for given in (
+            {"chat_template": PROGRAM.format(canary=canary)},
+            {"chat_template_kwargs": {"chat_template": "x"}},
+        ):
             assert http.post("/v1/chat/completions", json={**chat, **given}).status_code == 400
         assert http.post("/generate", json=GENERATE).status_code == 200
     assert not canary.exists()

@@ -1,4 +1,4 @@
-"""Calls of the Tinker API that are repeated, come in another order, come from two clients, or meet a restarted server."""
+"""Calls of the Tinker API that are repeated, come in another order or from two clients, or meet a restarted server."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch, ResidentClient, codec
 from kt_runtime.wire.messages import ErrorReply, ForwardBackward, LoraSettings
 
+
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
     place = tmp_path_factory.mktemp("server")
