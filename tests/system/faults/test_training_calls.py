@@ -28,10 +28,10 @@ class Client:
         self._http = httpx.Client(base_url=f"{url}/api/v1", timeout=SECONDS, trust_env=False)
         self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0.7.0")["session_id"]
 
-    def ask(self, path: str, **body: Any) -> httpx.Response:
+    def ask(self, path: str, /, **body: Any) -> httpx.Response:
         return self._http.post(path, json=body)
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
+    def post(self, path: str, /, **body: Any) -> dict[str, Any]:
         answer = self.ask(path, **body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
