@@ -31,7 +31,10 @@ WARM_UP = 400  # caches of the allocator and of Python fill, and bounded records
 LATER = 2000  # from here on all pages that are written to in each request belong to the processes
 AT_ONCE = 16
 TOKENS = 12
-GROWTH_BYTES = 8 << 20  # of all processes together, beside the kept routes
+FILLED = 22_000  # requests after which all bounded records are full
+# Of resident memory, all processes together, beside the kept routes: in up to LATER requests, until all records are
+# full (8.9 MB were measured), and from then on (1.0 MB in 78,000 requests, of which 0.1 MB in the last 58,000).
+GROWTH_BYTES, FILLING_BYTES, LASTING_BYTES = 8 << 20, 12 << 20, 2 << 20
 SETTLING_SECONDS = 60.0
 
 
@@ -56,6 +59,10 @@ class Use:
     open_files: int
     sockets: int
     threads: int
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.resident_bytes - self.route_bytes
 
     def grown_from(self, before: Use) -> dict[str, int]:
         return {one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(Use)}
@@ -163,7 +170,7 @@ def test_many_requests_leave_nothing_behind(served: Served) -> None:
     idle = use_of(served)
     attack(served, WARM_UP, 0)
     before = settled(served, idle.open_files)
-    sent, later = 0, before
+    sent, later, filled = 0, before, None
     for part, size in enumerate(PARTS, start=1):
         attack(served, size, part)
         sent, after = sent + size, settled(served, before.open_files)
@@ -171,7 +178,8 @@ def test_many_requests_leave_nothing_behind(served: Served) -> None:
         if sent > LATER:
             print(f"  since {WARM_UP + LATER}: {megabytes(after.grown_from(later))}", flush=True)
         later = after if sent == LATER else later
-    grown = after.resident_bytes - before.resident_bytes - (after.route_bytes - before.route_bytes)
-    assert grown <= GROWTH_BYTES
+        filled = after if sent == FILLED else filled
+    assert after.kept_bytes - before.kept_bytes <= (GROWTH_BYTES if sent <= LATER else FILLING_BYTES)
+    assert filled is None or after.kept_bytes - filled.kept_bytes <= LASTING_BYTES
     assert after.open_files <= before.open_files and after.threads <= before.threads
     assert after.sockets <= before.sockets
