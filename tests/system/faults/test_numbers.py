@@ -119,7 +119,7 @@ def test_data_that_is_not_finite_is_refused_whoever_sends_it(
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(client.address)
         socket.send_multipart(frames)
-        assert socket.poll(SECONDS * 1000)
+        assert socket.poll(int(SECONDS * 1000))
         reply = next(reply for reply in map(error_in, socket.recv_multipart()) if reply)
     assert reply.category == "user" and "weights" in reply.message, reply
     with pytest.raises(ConflictError, match="gradient"):  # nothing was added
