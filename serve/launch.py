@@ -35,6 +35,7 @@ from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.finetuning.directory import claimed_finetuning
+from kt_runtime.serve.guarded import guarded
 from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach, client_keys
@@ -296,6 +297,7 @@ class _Frontend:
                 connection = Connection(self._options.url, self._trainers_key)
                 facts = ServerFacts(self._model.directory, self._options.max_lora_rank, context_tokens)
                 async with (
+                    guarded(engine.shared_memory),
                     replica_of(self._registry, adapters, names, place, self._door),
                     tinker_api(app, resident, engine, adapters, self._options, self._model, context_tokens, place),
                     finetuning_api(

@@ -123,6 +123,22 @@ def test_each_fault_s_tests_exist() -> None:
     assert {int(number) for number, _ in rows} == set(range(1, 30))
 
 
+# CVEs of servers of models, by year.
+ADVISORIES = {
+    2024: "50050",
+    2025: "10164 24357 29783 30165 30202 32444 47277 48944 59425 62164",
+    2026: "3059 3060 3989 5760 7301 7302 7669 9540 22773 22778",
+}
+
+
+def test_each_advisory_has_a_line_with_a_test() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").split("\n## Advisories\n")[1]
+    rows = [row for row in page.splitlines() if row.startswith("| ")][1:]
+    assert rows and not [row for row in rows if not re.search(r"`(?:system|unit)/[\w/]+\.py: \w+`", row)]
+    named = set(re.findall(r"CVE-\d+-\d+", "".join(rows)))
+    assert named == {f"CVE-{year}-{number}" for year, numbers in ADVISORIES.items() for number in numbers.split()}
+
+
 @cache
 def _test_file(name: str) -> str:
     path = ROOT / "tests" / name

@@ -99,9 +99,13 @@ ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.bac
 
 @dataclass
 class Engine:
-    """The part of SGLang that the rest of the frontend may use, in SGLang's event loop."""
+    """The part of SGLang that the rest of the frontend may use, in SGLang's event loop.
+
+    `shared_memory`: the file in which the scheduler states its load. Nobody removes it where this process is killed.
+    """
 
     manager: FrontendManager
+    shared_memory: Path
 
     @property
     def registry(self) -> VersionedRegistry:
@@ -358,10 +362,11 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, original: Callable[[Any], Any], app: FastAPI) -> AsyncIterator[Any]:
-        assert self.manager is not None
+        assert self.manager is not None and self._shared_memory is not None
         self.manager.auto_create_handle_loop()  # installs the signal handlers of `FrontendSignals`
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop)
-        async with self.frontend.session(app, Engine(self.manager)), original(app) as state:
+        engine = Engine(self.manager, self._shared_memory)
+        async with self.frontend.session(app, engine), original(app) as state:
             try:
                 yield state
             finally:

@@ -23,7 +23,7 @@ import psutil
 import setproctitle
 from reference.cache import faulty_disk
 from reference.on_device import lost_device
-from reference.server import changed_processes, hung_scheduler, network
+from reference.server import changed_processes, hung_processes, network
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -150,8 +150,8 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
         faulty_disk.install()
     if environment.get(lost_device.CONTROL):
         lost_device.install()
-    if environment.get(hung_scheduler.CONTROL):
-        hung_scheduler.install()
+    if environment.get(hung_processes.CONTROL):
+        hung_processes.install()
     if namespace := environment.get(network.VARIABLE):
         network.enter(namespace)
     changed_processes.install()

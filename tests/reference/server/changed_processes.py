@@ -5,6 +5,7 @@ JUMPED_CLOCK names a file: the seconds in it are added to the wall clock (`time.
 sets the machine's clock. The monotonic clock goes on.
 NO_MEMORY names a file. While it exists, the scheduler's process gets NO_MEMORY_ROOM_BYTES beside what it uses: neither
 from the system nor from what the allocator keeps of freed memory. The process writes FILLED to the file when it is so.
+COUNTED_MEMORY names a directory: what `counted_memory` asks the scheduler and the frontend for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ NO_MEMORY, FILLED = "NO_MEMORY", "filled"
 NO_MEMORY_ROOM_BYTES = 4 << 20  # Python takes a MiB at a time for its small objects
 
 
+COUNTED_MEMORY = "COUNTED_MEMORY"
+COUNTED = ("scheduler", "frontend")
+
+
 def install() -> None:
     if os.environ.get(KILLED_AT):
         sys.addaudithook(_kill_at)
@@ -31,6 +37,8 @@ def install() -> None:
         _follow_the_clock(Path(os.environ[JUMPED_CLOCK]))
     if os.environ.get(NO_MEMORY):
         _take_memory(Path(os.environ[NO_MEMORY]))
+    if os.environ.get(COUNTED_MEMORY):
+        _count_memory(Path(os.environ[COUNTED_MEMORY]))
 
 
 def _kill_at(event: str, arguments: tuple[Any, ...]) -> None:
@@ -100,3 +108,59 @@ def _take_memory(control: Path) -> None:
         return ingest_requests(self, *args, **kwargs)
 
     Scheduler.ingest_requests = with_less  # type: ignore[method-assign]
+
+
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Mallinfo2(ctypes.Structure):
+    """mallinfo(3): bytes, of all arenas."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+
+
+def allocated_bytes() -> int:
+    """That this process has from malloc, in arenas and mapped alone."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _count_memory(directory: Path) -> None:
+    """Twice a second in the frontend, between two receptions of requests in the scheduler."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from kt_runtime.sglang_patch.frontend.stalls import Stalls
+
+    ingest_requests, check = Scheduler.ingest_requests, Stalls.check
+
+    def answer(process: str) -> None:
+        asked = directory / f"{process}.asked"
+        if asked.exists():
+            asked.unlink()
+            (directory / f"{process}.new").write_text(str(allocated_bytes()))
+            (directory / f"{process}.new").rename(directory / process)
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer("scheduler")
+        return ingest_requests(self, *args, **kwargs)
+
+    def counting_in_the_loop(self: Stalls) -> None:
+        answer("frontend")
+        check(self)
+
+    Scheduler.ingest_requests = counting  # type: ignore[method-assign]
+    Stalls.check = counting_in_the_loop  # type: ignore[method-assign]
+
+
+def counted_memory(directory: Path, wait: Callable[[Callable[[], bool]], None]) -> dict[str, int]:
+    """`allocated_bytes` of the scheduler and the frontend of a server that was started with this COUNTED_MEMORY.
+
+    `wait`: for a condition. An idle scheduler answers when a request comes.
+    """
+    for process in COUNTED:
+        (directory / process).unlink(missing_ok=True)
+        (directory / f"{process}.asked").touch()
+    wait(lambda: all((directory / process).exists() for process in COUNTED))
+    return {process: int((directory / process).read_text()) for process in COUNTED}

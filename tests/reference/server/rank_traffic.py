@@ -28,12 +28,8 @@ from itertools import product
 from math import comb
 from typing import Any
 
-<<<<<<< HEAD:kt_runtime/bench/scale/traffic.py
 from kt_runtime.families import Family, family_for
-=======
-from kt_runtime.families import family_for
 from kt_runtime.serve.models.checkpoint import count_parameters
->>>>>>> house2:tests/reference/server/rank_traffic.py
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj")  # of attention, of Gated DeltaNet
 SUMMED_TWICE = 2.0

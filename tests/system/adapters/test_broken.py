@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,8 +84,51 @@ def link(directory: Path) -> None:
     (directory / WEIGHTS).symlink_to(directory.parent / "elsewhere.safetensors")
 
 
+def long_header(directory: Path) -> None:
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 63) + data[8:])
+
+
+def overlapping(directory: Path) -> None:
+    """Two tensors of one shape have the same bytes; those of the second belong to nobody."""
+    data = (directory / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    first, second = [name for name in sorted(header) if name.endswith("o_proj.lora_B.weight")][:2]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    changed = json.dumps(header).encode().ljust(length)
+    (directory / WEIGHTS).write_bytes(struct.pack("<Q", len(changed)) + changed + data[8 + length :])
+
+
+def no_file(make: Callable[[Path], None], name: str = WEIGHTS) -> Break:
+    """Something else in the file's place."""
+
+    def apply(directory: Path) -> None:
+        (directory / name).unlink()
+        make(directory / name)
+
+    return apply
+
+
+def no_json(path: Path) -> None:
+    path.write_text("{")
+
+
+def endless_settings(directory: Path) -> None:
+    os.truncate(directory / CONFIG, 1 << 30)
+
+
 BROKEN: dict[str, tuple[Break, str]] = {
     "truncated": (truncate, WEIGHTS),
+    "header of 2^63 bytes": (long_header, WEIGHTS),
+    "overlapping tensors": (overlapping, WEIGHTS),
+    "empty file": (no_file(Path.touch), WEIGHTS),
+    "pipe": (no_file(os.mkfifo), WEIGHTS),
+    "directory": (no_file(Path.mkdir), WEIGHTS),
+    "no JSON": (no_file(no_json, CONFIG), CONFIG),
+    "settings of a GiB": (endless_settings, CONFIG),
+    "whole numbers": (tensors(lambda t, b: t.update({b: t[b].to(torch.int64)})), "lora_B"),
+    "rank below 0": (config(r=-5), "-5"),
     "wrong shape": (tensors(lambda t, b: t.update({b: t[b][:-1].clone()})), "shape"),
     "missing lora_B": (tensors(lambda t, b: t.__delitem__(b)), "lora_B"),
     "unknown key": (

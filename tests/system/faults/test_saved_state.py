@@ -24,7 +24,7 @@ from kt_runtime.resident.training.checkpoint import OPTIMIZER_FILE
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import ResidentClient
 from kt_runtime.wire.batch import Batch
-from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire.messages import LoraSettings, OptimStep
 
 SECONDS = 60.0
 WRITING = ("open", "make", "write", "sync")
@@ -59,6 +59,7 @@ def the_disk_fails_and_hangs(api: ServerAPI, client: ResidentClient, saved: Path
         (("sync",), "ENOSPC", InvalidValueError),
         (WRITING, "EDQUOT", InvalidValueError),
         (("sync",), "EIO", RuntimeFault),
+        ((*WRITING, "remove", "rename"), "EIO", RuntimeFault),  # as of a disk that is gone
     ):
         fault({"fail": dict.fromkeys(operations, number)})
         with pytest.raises(kind, match=r"saved.*can't be written"):
@@ -82,7 +83,8 @@ def has_ended(process: psutil.Process) -> bool:
 def test_a_server_killed_between_weights_and_moments_leaves_a_checkpoint_of_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps after a load show both: the weights in the first loss, the moments in those after it."""
+    """The steps after a load show both: the weights in the first loss, the moments in those after it. The second server
+    is killed in an optimizer step."""
     control, saved = tmp_path / "control", tmp_path / "saved" / "state"
     monkeypatch.setenv(faulty_disk.CONTROL, str(tmp_path / "faults.json"))
     make_model("tiny-qwen3-moe", tmp_path / "model", seed=2)
@@ -112,4 +114,12 @@ def test_a_server_killed_between_weights_and_moments_leaves_a_checkpoint_of_one_
         assert client.load("s", str(saved)).step == 2
         assert [a_step(client) for _ in range(3)] == following
         client.save("s", str(saved), replace=True)
-    assert visible_entries(saved.parent) == [saved]
+        assert visible_entries(saved.parent) == [saved]
+        following = [a_step(client) for _ in range(2)]
+        client.forward_backward("s", batch())
+        client.submit(OptimStep(request_id="unfinished", session="s", learning_rate=0.01))
+        forked_server.frontend_of(tmp_path / "model").kill()  # the resident is at some point of the step, or before it
+    with server(str(tmp_path / "model"), arguments, tmp_path / "third.log") as api, resident_client(api) as client:
+        client.create_session("s", LoraSettings(rank=4, alpha=8.0, seed=9))
+        assert client.load("s", str(saved)).step == 5
+        assert [a_step(client) for _ in range(2)] == following

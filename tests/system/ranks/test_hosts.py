@@ -17,12 +17,8 @@ import pytest
 from reference import lora
 from reference.server import network
 from reference.server.greedy import ask
-<<<<<<< HEAD
-from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
-=======
 from reference.server.rank_traffic import sent_bytes
-from system import forked_server
->>>>>>> house2
+from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
 
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server

@@ -2,64 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
+from reference.server import doomed_trainer
 from reference.server.command_line import run_command
 from system.forked_server import start_command
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
+from kt_runtime.errors import ConflictError
 from kt_runtime.files import visible_entries
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.wire import Batch, ResidentClient
-from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire import Batch, ResidentClient, codec
+from kt_runtime.wire.messages import ForwardBackward, LoraSettings
 from kt_runtime.wire.replies import ErrorReply
-
-TRAINER = textwrap.dedent(
-    """
-    import sys
-    import threading
-    import time
-    import numpy as np
-    from kt_runtime.wire import Batch, ResidentClient
-    from kt_runtime.wire import messages
-
-    address, call, path = sys.argv[1:]
-    client = ResidentClient(address)
-    rows = np.random.default_rng(5).integers(3, 700, (8, 65)).tolist()
-    batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
-    if call == "forward_backward":
-        client.begin_forward_backward("doomed", batch)
-    elif call == "optim_step":
-        client.forward_backward("doomed", batch)
-        client.submit(messages.OptimStep(request_id="step", session="doomed", learning_rate=0.01))
-    elif call == "create_session":
-        client.create_session("other", messages.LoraSettings(rank=4, alpha=8, seed=2))
-    elif call == "forward":
-        threading.Thread(target=client.forward, args=("doomed", batch), daemon=True).start()
-    elif call == "publish":
-        client.submit(messages.Publish(request_id="publish", session="doomed", name="doomed"))
-    elif call == "load":
-        client.submit(messages.Load(request_id="load", session="doomed", path=path.replace("second", "good")))
-    else:
-        client.submit(messages.Save(request_id="save", session="doomed", path=path))
-    time.sleep(0.5)  # ZMQ sends on a thread of its own
-    print("sent", flush=True)
-    sys.stdin.read()
-    """
-)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +65,7 @@ def batch() -> Batch:
     return Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
 
 
-CALLS = ["create_session", "forward", "forward_backward", "optim_step", "publish", "save", "load"]
-
-
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [call for call in doomed_trainer.CALLS if call != "close_session"])
 def test_serving_continues_and_the_last_saved_state_loads(
     api: ServerAPI, client: ResidentClient, tmp_path: Path, call: str
 ) -> None:
@@ -110,16 +76,7 @@ def test_serving_continues_and_the_last_saved_state_loads(
     client.save("doomed", str(tmp_path / "good"))
     loss = client.forward("doomed", batch()).loss
 
-    trainer = subprocess.Popen(
-        [sys.executable, "-P", "-c", TRAINER, client.address, call, str(tmp_path / "second")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert trainer.stdout is not None and trainer.stdout.readline() == "sent\n"
-    trainer.send_signal(signal.SIGKILL)
-    assert trainer.wait() == -signal.SIGKILL
-
+    doomed_trainer.killed_in(call, client.address, tmp_path / ("second" if call == "save" else "good"))
     assert answer(api) == expected
     step = next(info.step for info in client.status().sessions if info.session == "doomed")
     assert step in ((1, 2) if call == "optim_step" else (1,))
@@ -133,12 +90,29 @@ def test_serving_continues_and_the_last_saved_state_loads(
     assert [entry.name for entry in visible_entries(tmp_path)] == ["good", "second"] if call == "save" else ["good"]
     client.close_session("doomed")
     if call == "create_session":  # what a trainer has left another one closes
-        client.close_session("other")
-    if call == "publish":
-        wait_until(lambda: "doomed" in [entry["name"] for entry in api.get("/kt/adapters")["adapters"]])
-        assert api.post("/generate", {**PROMPT, "lora_path": "doomed"})["output_ids"]
-        api.delete("/kt/adapters/doomed")
+        wait_until(lambda: [info.session for info in client.status().sessions] == [doomed_trainer.CREATED])
+        client.close_session(doomed_trainer.CREATED)
+    if (name := {"publish": doomed_trainer.PUBLISHED, "load_adapter": doomed_trainer.LOADED}.get(call)) is not None:
+        wait_until(lambda: name in [entry["name"] for entry in api.get("/kt/adapters")["adapters"]])
+        assert api.post("/generate", {**PROMPT, "lora_path": name})["output_ids"]
+        api.delete(f"/kt/adapters/{name}")
     assert client.status().sessions == []
+
+
+def test_a_trainer_killed_while_it_closes_its_session_leaves_none(
+    api: ServerAPI, client: ResidentClient, tmp_path: Path
+) -> None:
+    client.create_session("doomed", LoraSettings(rank=4, alpha=8, seed=1))
+    client.forward_backward("doomed", batch())
+    client.optim_step("doomed", 0.01)
+    client.save("doomed", str(tmp_path / "good"))
+    loss = client.forward("doomed", batch()).loss
+    doomed_trainer.killed_in("close_session", client.address, tmp_path)
+    wait_until(lambda: client.status().sessions == [])
+    client.create_session("doomed", LoraSettings(rank=4, alpha=8, seed=2))
+    assert client.load("doomed", str(tmp_path / "good")).step == 1
+    assert client.forward("doomed", batch()).loss == loss
+    client.close_session("doomed")
 
 
 def test_a_killed_training_command_leaves_a_server_that_serves_and_a_run_that_can_be_started_again(
@@ -181,6 +155,31 @@ class Canary:
         return (Path.touch, (self.path,))
 
 
+def broken_messages() -> list[list[bytes]]:
+    """Another version, a truncated header, and arrays that are not what their descriptors or their message say."""
+    good = batch()
+    arrays = {"tokens": good.tokens, "targets": good.targets, "weights": good.weights}
+    request = ForwardBackward(request_id="broken", session="nobody", lengths=good.lengths)
+    magic, header, descriptors, *data = codec.encode(request, arrays)
+    described = msgspec.msgpack.decode(descriptors)
+    others = [
+        [{**described[0], "dtype": "float64"}, *described[1:]],
+        [{**described[0], "dtype": "float32"}, *described[1:]],
+        [{**described[0], "shape": [1 << 62]}, *described[1:]],
+        [{**described[0], "shape": [-1]}, *described[1:]],
+        [{**described[0], "name": "others"}, *described[1:]],
+        described[1:],
+    ]
+    return [
+        [b"KT9", header, descriptors, *data],
+        [magic, header[:-3], descriptors, *data],
+        [magic, header, descriptors[:-3], *data],
+        [magic, header, descriptors, *data[:-1]],
+        [magic, header, descriptors, data[0][:-1], *data[1:]],
+        *([magic, header, msgspec.msgpack.encode(other), *data] for other in others),
+    ]
+
+
 def test_hostile_frames_get_an_error_and_nothing_else_happens(
     api: ServerAPI, client: ResidentClient, tmp_path: Path
 ) -> None:
@@ -190,7 +189,10 @@ def test_hostile_frames_get_an_error_and_nothing_else_happens(
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(client.address)
-        for frames in ([b""], [poison], [b"KT1", poison], [b"KT1", poison, poison], [b"x"] * 5000, [b"KT1", b"\xc1"]):
+        for frames in (
+            *([b""], [poison], [b"KT1", poison], [b"KT1", poison, poison], [b"x"] * 100_000, [b"KT1", b"\xc1"]),
+            *broken_messages(),
+        ):
             socket.send_multipart(frames)
             assert socket.poll(20_000), f"no reply to {frames[:2]!r}"
             reply = next(f for f in map(_error, socket.recv_multipart()) if f)
@@ -218,3 +220,38 @@ def test_a_replayed_request_is_carried_out_once(api: ServerAPI) -> None:
         assert replay.optim_step("once", 0.01).step == 1
         assert first.status().sessions[0].step == 1
         first.close_session("once")
+
+
+def test_two_trainers_of_one_session_disturb_each_other_by_whole_calls_only(
+    api: ServerAPI, client: ResidentClient, tmp_path: Path
+) -> None:
+    """A second trainer can't open the session. One that uses its name all the same adds whole gradients and steps."""
+    expected = answer(api)
+    client.create_session("shared", LoraSettings(rank=4, alpha=8, seed=1))
+    client.create_session("alone", LoraSettings(rank=4, alpha=8, seed=1))
+    with resident_client(api) as second:
+        with pytest.raises(ConflictError, match="session 'shared' exists already"):
+            second.create_session("shared", LoraSettings(rank=4, alpha=8, seed=2))
+        for session, trainers in (("alone", (client, client)), ("shared", (client, second))):
+            for trainer in trainers:
+                trainer.forward_backward(session, batch())
+            assert trainers[1].optim_step(session, 0.01).step == 1
+        assert client.forward("shared", batch()).loss == client.forward("alone", batch()).loss
+
+        def train(trainer: ResidentClient) -> int:
+            made = 0
+            for _ in range(8):
+                trainer.forward_backward("shared", batch())
+                with contextlib.suppress(ConflictError):  # the other one has made a step with both gradients
+                    trainer.optim_step("shared", 0.001)
+                    made += 1
+            return made
+
+        with ThreadPoolExecutor(2) as threads:
+            made = sum(threads.map(train, (client, second)))
+        steps = {info.session: info.step for info in client.status().sessions}
+        assert steps == {"alone": 1, "shared": 1 + made} and made >= 8
+        assert np.isfinite(client.forward("shared", batch()).loss)
+    for session in steps:
+        client.close_session(session)
+    assert answer(api) == expected
