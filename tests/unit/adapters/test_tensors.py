@@ -95,16 +95,3 @@ def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> 
         with thread_pool("kt-test", num_bytes) as threads:
             assert threads.submit(niceness).result(60) == expected
     assert niceness() == before
-
-
-@pytest.mark.parametrize(("processors", "small", "large"), [(1, 1, 1), (2, 2, 1), (4, 4, 2), (64, 4, 4)])
-def test_work_on_many_bytes_leaves_half_of_the_processors_to_the_engine(
-    monkeypatch: pytest.MonkeyPatch, processors: int, small: int, large: int
-) -> None:
-    """The engine has a thread on each, and a step ends with the slowest of them."""
-    monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    monkeypatch.setattr(tensors, "NUM_THREADS", min(4, processors))
-    assert [num_threads(each) for each in (0, LARGE_BYTES - 1, LARGE_BYTES)] == [small, small, large]
-    for num_bytes, expected in ((0, small), (LARGE_BYTES, large)):
-        with thread_pool("kt-test", num_bytes) as threads:
-            assert threads._max_workers == expected
