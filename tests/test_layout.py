@@ -85,7 +85,18 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
 MOST_FILES = 14
 MOST_FILES_OF_CSRC = 16  # a header and its source are two
 NEVER_IMPORTS_TORCH = {
-    *("beside", "checkpoint_file", "documents", "errors", "files", "gguf_file", "mapped", "priority", "wire", "families"),
+    *(
+        "beside",
+        "checkpoint_file",
+        "documents",
+        "errors",
+        "files",
+        "gguf_file",
+        "mapped",
+        "priority",
+        "wire",
+        "families",
+    ),
 }
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {

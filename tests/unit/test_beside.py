@@ -51,7 +51,11 @@ class Played(Batches):
         self._piece()
 
     def _piece(self) -> None:
-        self.now, self.spent, self.num_pieces = self.now + PIECE_SECONDS, self.spent + PIECE_SECONDS, self.num_pieces - 1
+        self.now, self.spent, self.num_pieces = (
+            self.now + PIECE_SECONDS,
+            self.spent + PIECE_SECONDS,
+            self.num_pieces - 1,
+        )
 
     def batch(self, seconds: float = STEP) -> int:
         """The pieces of one thread during a batch, which takes as much longer."""
