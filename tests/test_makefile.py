@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_INSTALLED = {"wandb"}  # an extra of users, which no test uses
 TOOLS = ("sh", "make", "find", "env", "echo", "test", "touch", "getconf")
 
 
@@ -81,3 +85,18 @@ def test_with_all_of_it_the_environment_is_made(tmp_path: Path, tools: Path) -> 
         [tools / "make", "demo"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True
     )
     assert "asked for: -m venv .venv" in done.stdout, done
+
+
+def test_constraints_name_a_version_of_each_dependency() -> None:
+    """What pyproject.toml asks for and constraints.txt lacks, pip would choose by trying releases."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    optional = [text for texts in project["project"]["optional-dependencies"].values() for text in texts]
+    wanted = [Requirement(text) for text in (*project["project"]["dependencies"], *optional)]
+    wanted += [Requirement(text) for text in project["build-system"]["requires"]]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in pinned}
+    assert len(versions) == len(pinned), "a package has two lines"
+    for each in wanted:
+        if each.name != "kt-runtime" and each.name not in NOT_INSTALLED:
+            assert each.specifier.contains(versions.get(canonicalize_name(each.name), "")), f"{each} in constraints.txt"
