@@ -19,10 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_runtime.priority import give_way
-
-PIECE_BYTES = 2 << 20
-"""Of memory that is given back at once: half a millisecond."""
+from kt_runtime.beside import PIECE_BYTES, give_way, pause
 
 
 def mapped(num_bytes: int) -> mmap.mmap:
@@ -47,6 +44,7 @@ def give_pages_back(memory: mmap.mmap, begin: int = 0, end: int | None = None) -
         return
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for piece in range(first, last, PIECE_BYTES):
+        pause()
         size = min(PIECE_BYTES, last - piece)
         _madvise()(ctypes.c_void_p(start + piece), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
 

@@ -7,6 +7,10 @@ time has passed, milliseconds each time.
 
 So the engine's threads ask for the shortest slices (`come_first`): since Linux 6.12 a thread that wakes takes the
 processor from one with longer slices at once. Earlier systems ignore that.
+
+And each of them has a processor of its own. The pool's workers are pinned (csrc/threads/pool.h); a calling thread that
+is not may come to share a worker's processor, where each waits for the other half of the time, while the thread that
+gives way has the calling thread's processor whole, whatever its niceness. So a batch is computed `on_processor`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import platform
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 SHORT_SLICE_NS = 100_000
@@ -56,6 +61,26 @@ def give_way(thread: int | None = None) -> None:
         if wanted > os.getpriority(os.PRIO_PROCESS, thread):
             os.setpriority(os.PRIO_PROCESS, thread, wanted)
     come_first(thread, 0)
+
+
+@contextlib.contextmanager
+def on_processor(processor: int | None) -> Iterator[None]:
+    """This thread runs on that processor in the block, if the system lets it; None: on any.
+
+    Threads that it starts meanwhile stay there: it must start none.
+    """
+    before: set[int] | None = None
+    if processor is not None and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            allowed = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {processor})
+            before = allowed
+    try:
+        yield
+    finally:
+        if before is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, before)
 
 
 def threads_by_name() -> dict[int, str]:

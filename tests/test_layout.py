@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ENGINE = {"sglang"}
 PARTS = {
+    "beside",
     "checkpoint_file",
     "device",
     "documents",
@@ -47,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "documents": {"errors"},
     "files": {"errors"},
-    "mapped": {"priority"},
+    "beside": {"priority"},
+    "mapped": {"beside"},
     "priority": set(),
     "checkpoint_file": {"errors", "files"},
     "gguf_file": {"checkpoint_file", "errors", "files"},
@@ -56,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
     "ranks": {"_experts", "experts", "errors"},
-    "adapters": {"checkpoint_file", "families", "files", "errors", "mapped", "priority"},
+    "adapters": {"beside", "checkpoint_file", "families", "files", "errors", "mapped"},
     "cache": {"files", "errors"},
     "registry": {"files", "errors"},
     "resident": {
@@ -83,7 +85,18 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
 MOST_FILES = 14
 MOST_FILES_OF_CSRC = 16  # a header and its source are two
 NEVER_IMPORTS_TORCH = {
-    *("checkpoint_file", "documents", "errors", "files", "gguf_file", "mapped", "priority", "wire", "families"),
+    *(
+        "beside",
+        "checkpoint_file",
+        "documents",
+        "errors",
+        "files",
+        "gguf_file",
+        "mapped",
+        "priority",
+        "wire",
+        "families",
+    ),
 }
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {

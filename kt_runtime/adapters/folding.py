@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, allocated, expected_shapes
+from kt_runtime.beside import pause
 from kt_runtime.families import LoraModule
 
 
@@ -74,6 +75,7 @@ def _stack(module: LoraModule, parts: Mapping[int, Part], rank: int, common: flo
     shape_a, shape_b = expected_shapes(module, rank)
     a, b = allocated({"a": torch.Size(shape_a), "b": torch.Size(shape_b)}, dtype).values()
     for expert in range(module.num_experts):
+        pause()
         pair = pairs.get(expert)
         if pair is None or pair.a.shape[0] < rank:
             a[expert].zero_()

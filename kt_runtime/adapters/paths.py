@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kt_runtime.beside import PIECE_BYTES, pause
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
 from kt_runtime.mapped import array_of, mapped
 
@@ -47,9 +48,6 @@ def confined(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> Path
     if resolved == base or os.path.commonpath([base, resolved]) != base:
         raise InvalidValueError(f"path {text!r} is not below {os.fspath(root)}")
     return Path(os.path.normpath(os.path.join(base, text)))
-
-
-_LARGEST_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,8 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
     data, done = array_of(mapped(max(size, 1))).data[:size], 0
     while done < size:
-        count = os.readv(descriptor, [data[done : done + _LARGEST_READ_BYTES]])
+        pause()
+        count = os.readv(descriptor, [data[done : done + PIECE_BYTES]])
         if not count:
             raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
         done += count

@@ -47,6 +47,7 @@ from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make
 from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups
 from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
+from kt_runtime.beside import pause
 from kt_runtime.errors import AdapterError, InvalidValueError
 from kt_runtime.families import MLP, SHARED, Family, LoraModule
 from kt_runtime.files import MayReplace, write_directory
@@ -291,6 +292,7 @@ def _parts(
     order = {name: position for position, name in enumerate(known)}
     pairs: dict[tuple[str, int], dict[str, str]] = {}
     for key in tensors:
+        pause()
         name, letter = _split(family.our_name(key), where)
         module, expert = _find(name, known, family, key, where)
         letters = pairs.setdefault((module.name, -1 if expert is None else expert), {})

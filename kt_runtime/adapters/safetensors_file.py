@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
+from kt_runtime.adapters.tensors import pieces
+from kt_runtime.beside import pause
 from kt_runtime.checkpoint_file import MAX_HEADER_BYTES, Entry, header_bytes
 from kt_runtime.checkpoint_file import parse_header as parse_checked
 from kt_runtime.errors import AdapterError
@@ -59,6 +61,7 @@ def read_tensors(
     """
     tensors = {}
     for name, entry in parse_header(data, where, dtypes, max_header_bytes).items():
+        pause()
         dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
         if count:
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start)
@@ -86,5 +89,5 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            stored_tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-            file.write(stored_tensor.reshape(-1).view(torch.uint8).numpy().data)
+            for part in pieces(tensor):
+                file.write(part.to(dtype or tensor.dtype).view(torch.uint8).numpy().data)

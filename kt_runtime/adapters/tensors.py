@@ -21,7 +21,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,18 +29,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from kt_runtime import priority
+from kt_runtime import beside
+from kt_runtime.beside import pause, piece
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
 from kt_runtime.mapped import array_of, free_elsewhere, mapped
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
-"""For work on all tensors of a small adapter, which a client waits for."""
+"""For work on all tensors of an adapter, which a client waits for."""
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
 LARGE_BYTES = 32 << 20
-"""Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends within a decode step."""
+"""Work on an adapter of so many bytes gives way to the engine (`beside.py`); on a smaller one it ends within a decode
+step."""
 _SPARE: list[mmap.mmap] = []
 _KEEPS_SPARE = threading.Event()
 
@@ -144,12 +146,44 @@ Contents = Mapping[str, TensorContent]
 
 
 def measured(tensor: torch.Tensor) -> TensorContent:
-    """Reads the tensor twice, and holds the GIL for microseconds only."""
-    stored = tensor.detach().to("cpu").contiguous()
-    # Without a mask of the tensor's size: the minimum and maximum of a tensor with a NaN are NaN.
-    least, most = (float(extreme) for extreme in torch.aminmax(stored)) if stored.numel() else (0.0, 0.0)
-    digest = hashlib.sha256(stored.reshape(-1).view(torch.uint8).numpy().data).digest()
-    return TensorContent(digest, max(abs(least), abs(most)))
+    """In pieces, each of which is read twice while a core has it. Holds the GIL for microseconds only."""
+    digest, greatest = hashlib.sha256(), 0.0
+    for part in pieces(tensor):
+        digest.update(part.view(torch.uint8).numpy().data)
+        greatest = _larger(greatest, part)
+    return TensorContent(digest.digest(), greatest)
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """As `TensorContent.largest`."""
+    greatest = 0.0
+    for part in pieces(tensor):
+        greatest = _larger(greatest, part)
+    return greatest
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All elements in row-major order on the CPU, flat, some at a time: beside the engine's batches."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    for part in flat.split(piece(flat.numel(), flat.nbytes)) if flat.numel() else ():
+        pause()
+        yield part
+
+
+def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)`, some of the first dimension's items at a time: beside the engine's batches. At least one
+    dimension."""
+    at_once = piece(len(target), max(target.nbytes, source.nbytes))
+    for first in range(0, len(target), at_once):
+        pause()
+        target[first : first + at_once].copy_(source[first : first + at_once])
+
+
+def _larger(greatest: float, part: torch.Tensor) -> float:
+    """Once NaN, always NaN. Without a mask of the part's size: the minimum and maximum of a part with a NaN are NaN."""
+    least, most = (abs(float(extreme)) for extreme in torch.aminmax(part))
+    found = max(least, most)
+    return found if greatest == greatest and not found <= greatest else greatest
 
 
 def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[str, TensorContent]:
@@ -215,12 +249,6 @@ def _keep(memory: mmap.mmap) -> None:
             free_elsewhere(_SPARE.pop(0))
 
 
-def num_threads(num_bytes: int) -> int:
-    """For work on `num_bytes` beside the engine. Where they are many, half of the processors have none of it at any
-    time: a decode step waits for the slowest of its threads, one on each processor."""
-    return NUM_THREADS if num_bytes < LARGE_BYTES else min(NUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
-
-
 def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
     """Threads whose tensor operations don't start further threads, for work on `num_bytes`."""
 
@@ -228,7 +256,7 @@ def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
         without_openmp()
         give_way(num_bytes)
 
-    return ThreadPoolExecutor(num_threads(num_bytes), name, begin)
+    return ThreadPoolExecutor(NUM_THREADS, name, begin)
 
 
 def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item], num_bytes: int = 0) -> list[_Result]:
@@ -255,9 +283,9 @@ def without_openmp() -> None:
 
 
 def give_way(num_bytes: int = LARGE_BYTES) -> None:
-    """For work on `num_bytes`, if they are many: as `priority.give_way`."""
+    """For work on `num_bytes`, if they are many: as `beside.give_way`."""
     if num_bytes >= LARGE_BYTES:
-        priority.give_way()
+        beside.give_way()
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.adapters.tensors import AdapterTensors, Contents, LoraPair, expected_shapes, missing_members
+from kt_runtime.adapters.tensors import AdapterTensors, Contents, LoraPair, expected_shapes, largest, missing_members
 from kt_runtime.errors import AdapterError, suggestion
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.targets import NEVER_ADAPTED
@@ -93,8 +93,7 @@ def _check_pair(module: LoraModule, pair: LoraPair, rank: int, where: str, conte
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # One pass without a mask of the tensor's size: the minimum and maximum of a tensor with a NaN are NaN.
-    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor.detach()))
+    return math.isfinite(largest(tensor))
 
 
 def _non_finite_key(module: LoraModule, letter: str, tensor: torch.Tensor) -> str:

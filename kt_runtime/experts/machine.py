@@ -39,6 +39,12 @@ def memory_nodes(num_threads: int | None = None) -> list[MemoryNode]:
     return [MemoryNode(number, tuple(processors), threads) for number, processors, threads in found]
 
 
+def pool_processor() -> int | None:
+    """The processor that the pool's workers leave to the thread that calls them (csrc/threads/topology.h, `seat_of`).
+    None: there are no workers."""
+    return memory_nodes()[0].processors[0] if default_threads() > 1 else None
+
+
 def placement_refusal(*, probe: bool = False) -> str | None:
     """Why the system did not place weights on their intended memory node; None: it never refused.
 

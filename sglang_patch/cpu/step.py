@@ -29,11 +29,14 @@ from typing import Any
 
 import torch
 
+from kt_runtime.beside import BATCHES
 from kt_runtime.errors import InvalidValueError, KtError, NumericsError
+from kt_runtime.experts.machine import pool_processor
 from kt_runtime.experts.step import NO_LORA, Step, StepShare
 from kt_runtime.families import family_for
 from kt_runtime.families.stack import DecoderStack, GatedDelta
 from kt_runtime.ops.step import build_step
+from kt_runtime.priority import on_processor
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
@@ -142,6 +145,7 @@ class Program:
         self.no_adapters = lora_step.why_not(runner.lora_manager)
         self._step, self._tensors = step, tensors
         self._built_over, self._lora_built_over = self._addresses(), self._lora_addresses()
+        self._processor = pool_processor()
 
     def has_moved(self, adapted: bool) -> bool:
         """Whether the engine has given a parameter or the KV pool other memory since the step was built.
@@ -169,9 +173,10 @@ class Program:
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
         lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
-        hidden, refused = self._step.run(
-            input_ids.long(), positions.long(), slots, sequences, lora, routes.rows(), states
-        )
+        with on_processor(self._processor):
+            hidden, refused = self._step.run(
+                input_ids.long(), positions.long(), slots, sequences, lora, routes.rows(), states
+            )
         if batch.forward_mode.is_decode():
             _decoded.step_batches += 1
             _decoded.step_tokens += len(slots)
@@ -203,7 +208,20 @@ def forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`."""
+    """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`. Work on adapters gives way meanwhile."""
+    with BATCHES.computing():
+        return _forward(original, model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+
+
+def _forward(
+    original: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: Any,
+    input_embeds: torch.Tensor | None,
+    pp_proxy_tensors: Any,
+) -> Any:
     # Qwen3.5's are [3, T], of time, height and width: those of a text are equal.
     places = positions[0] if positions.dim() == 2 else positions
     routes.begin(input_ids, places)

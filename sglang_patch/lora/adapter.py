@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.adapters.tensors import allocated, expected_shapes, on_threads
+from kt_runtime.adapters.tensors import allocated, copy_in_pieces, expected_shapes, on_threads
 from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import LoraModule
 
@@ -136,6 +136,6 @@ def _fuse(members: list[LoraModule], adapter: AdapterTensors, a: torch.Tensor, b
             raise AdapterError(
                 f"{module.name}: lora_A and lora_B have shapes {found}, expected {expected_shapes(module, rank)}"
             )
-        a[..., part * rank : (part + 1) * rank, :].copy_(pair.a)
-        b[..., module.start : module.stop, :].copy_(pair.b)
+        copy_in_pieces(a[..., part * rank : (part + 1) * rank, :], pair.a)
+        copy_in_pieces(b[..., module.start : module.stop, :], pair.b)
     return FusedLora(a, b, len(members))

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kt_runtime.beside import piece
 from kt_runtime.mapped import give_pages_back, mapped
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
 
 POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
-PART_BYTES = 8 << 20
-"""Of a slot, that are copied at once."""
 SYMBOLS = (f"{POOL}.load_lora_weight_to_buffer", f"{POOL}.init_buffers")
 
 
@@ -88,10 +87,10 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
-    """Of the experts, so that a copy takes milliseconds; one part of a dense linear."""
+    """Of the experts, so that a copy takes a millisecond; one part of a dense linear."""
     if a.dim() == 2:
         return [slice(None)]
-    each = max(1, PART_BYTES * len(a) // (a.nbytes + b.nbytes))
+    each = piece(len(a), a.nbytes + b.nbytes)
     return [slice(first, first + each) for first in range(0, len(a), each)]
 
 

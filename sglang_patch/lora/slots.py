@@ -26,6 +26,7 @@ import torch
 
 from kt_runtime import device
 from kt_runtime.adapters.tensors import on_threads
+from kt_runtime.beside import pause
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
 from kt_runtime.sglang_patch.lora.pool import (
@@ -104,6 +105,7 @@ class ReservedSlot:
             self._copy(part)
 
     def _copy(self, copy: Callable[[], None]) -> None:
+        pause()
         with self._lock:
             if self._is_lost:
                 return

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kt_runtime.beside import BATCHES
 from kt_runtime.priority import come_first, give_way, threads_by_name
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
@@ -115,6 +116,7 @@ def _with_decisions(
     if _resident is None:
         return original(receiver, local_reqs=local_reqs)
     ours: list[Any] = []
+    BATCHES.give()  # before the turn looks for what has ended meanwhile
     if group.rank() == 0:
         ours = [Decision(payload) for payload in _resident.decisions()]
         ours += [members.Ask()] if _members.is_due() else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -112,3 +113,26 @@ def test_threads_are_found_by_their_names() -> None:
     assert f"({process.pid}, " in said
     assert threading.get_native_id() in priority.threads_by_name()
     assert os.getpid() in priority.threads_by_name()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread has processors of its own here")
+def test_a_thread_is_on_its_processor_in_the_block_only() -> None:
+    def work() -> list[set[int]]:
+        found = [os.sched_getaffinity(0)]
+        with contextlib.suppress(KeyError), priority.on_processor(max(found[0])):
+            found.append(os.sched_getaffinity(0))
+            raise KeyError
+        with priority.on_processor(None):
+            found.append(os.sched_getaffinity(0))
+        return [*found, os.sched_getaffinity(0)]
+
+    everywhere = os.sched_getaffinity(0)
+    assert in_thread(work) == [everywhere, {max(everywhere)}, everywhere, everywhere]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread has processors of its own here")
+def test_a_processor_that_the_system_refuses_changes_nothing() -> None:
+    before = os.sched_getaffinity(0)
+    with priority.on_processor(1 << 14):
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before

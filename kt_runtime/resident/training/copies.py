@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psutil
 import torch
 
-from kt_runtime.adapters.tensors import TensorContent, allocated, measured
+from kt_runtime.adapters.tensors import TensorContent, allocated, copy_in_pieces, measured
 
 
 class MasterCopies:
@@ -87,7 +87,7 @@ class MasterCopies:
         self._contents = {}
 
     def _copied(self, name: str, target: torch.Tensor) -> TensorContent:
-        target.copy_(self._parameters[name].detach())
+        copy_in_pieces(target, self._parameters[name].detach())
         return self._contents.get(name) or measured(target)
 
     def _free(self) -> None:

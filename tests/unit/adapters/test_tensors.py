@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -9,14 +10,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kt_runtime import beside
 from kt_runtime.adapters import tensors
 from kt_runtime.adapters.tensors import (
     LARGE_BYTES,
     allocated,
+    copy_in_pieces,
     free_spare,
     give_way,
     keep_spare,
-    num_threads,
+    largest,
+    measured,
     on_threads,
     thread_pool,
 )
@@ -97,14 +101,36 @@ def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> 
     assert niceness() == before
 
 
-@pytest.mark.parametrize(("processors", "small", "large"), [(1, 1, 1), (2, 2, 1), (4, 4, 2), (64, 4, 4)])
-def test_work_on_many_bytes_leaves_half_of_the_processors_to_the_engine(
-    monkeypatch: pytest.MonkeyPatch, processors: int, small: int, large: int
+@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2.5])
+def test_what_is_measured_in_pieces_is_what_the_whole_tensor_has(
+    monkeypatch: pytest.MonkeyPatch, at: int, value: float
 ) -> None:
-    """The engine has a thread on each, and a step ends with the slowest of them."""
-    monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    monkeypatch.setattr(tensors, "NUM_THREADS", min(4, processors))
-    assert [num_threads(each) for each in (0, LARGE_BYTES - 1, LARGE_BYTES)] == [small, small, large]
-    for num_bytes, expected in ((0, small), (LARGE_BYTES, large)):
-        with thread_pool("kt-test", num_bytes) as threads:
-            assert threads._max_workers == expected
+    monkeypatch.setattr(beside, "PIECE_BYTES", 8)
+    tensor = torch.arange(-1.0, 0.75, 0.25)
+    tensor[at] = value
+    found = measured(tensor)
+    assert found.digest == hashlib.sha256(tensor.numpy().tobytes()).digest()
+    assert found.largest == pytest.approx(abs(value), nan_ok=True) and largest(tensor) == pytest.approx(
+        abs(value), nan_ok=True
+    )
+
+
+def test_a_copy_in_pieces_is_the_whole_copy_and_pauses_before_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: list[None] = []
+    monkeypatch.setattr(beside, "PIECE_BYTES", 2 * 5 * 4)
+    monkeypatch.setattr(tensors, "pause", lambda: count.append(None))
+    source = torch.arange(35, dtype=torch.float32).view(7, 5)
+    target = torch.empty(7, 10, dtype=torch.bfloat16)[:, 3:8]
+    copy_in_pieces(target, source)
+    assert torch.equal(target, source.to(torch.bfloat16))
+    assert len(count) == 4
+
+
+def test_threads_for_many_bytes_wait_for_the_engine_s_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_way: list[str] = []
+    monkeypatch.setattr(beside.BATCHES, "give_way", lambda: gave_way.append(threading.current_thread().name))
+    for num_bytes in (LARGE_BYTES - 1, LARGE_BYTES):
+        with thread_pool(f"kt-test-{num_bytes}", num_bytes) as threads:
+            threads.submit(int).result(60)
+    assert gave_way == [f"kt-test-{LARGE_BYTES}_0"]

@@ -1,0 +1,122 @@
+"""Work on large adapters beside the engine's batches: in small pieces, between the batches.
+
+A decode step waits for the slowest of its threads, one on each processor, some hundred times: whatever else computes
+meanwhile makes the step longer by as much, and is slowed down itself, to a quarter of its speed where it moves memory,
+since a step reads weights as fast as memory gives them. So threads that read, check, hash, convert, write or free a
+large adapter (`give_way`) do so in pieces of about `PIECE_BYTES`, a millisecond each, and call `pause` before each
+piece. The engine says when it computes (`Batches.computing`): meanwhile `pause` waits, without any lock. After a batch
+beside which a thread had to wait, the engine's thread sleeps for a moment (`Batches.give`), so that these threads have
+all processors; where nothing is served, they have them all the time.
+
+So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
+is. There is progress during a batch, too, of `SHARE` of its time: a long prompt does not stop a publication.
+
+Which pieces there are does not depend on time: nothing computed here depends on when it was paused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kt_runtime import priority
+
+PIECE_BYTES = 2 << 20
+SHARE = 0.05
+"""Of a batch's time, that each thread beside it may compute."""
+GIVEN, MOST_GIVEN_SECONDS = 0.25, 0.012
+"""After a batch the engine's thread sleeps for this share of its time, at most so long."""
+DOZE_SECONDS = 0.001
+"""It sleeps for so long at once, and looks whether there is still work."""
+IDLE_SECONDS = 0.004
+"""Without a new piece for so long, there is none: the work has ended, or waits for a disk."""
+
+
+class Batches:
+    """When the engine of this process computes. `computing` and `give` are for the engine's thread, `give_way` and
+    `pause` for others.
+
+    `clock`: monotonic seconds. `used`: the calling thread's seconds of processor time. `sleep`: of the engine's thread.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock, self._used, self._sleep = clock, used, sleep
+        self._changed = threading.Condition()
+        self._number, self._seconds = 0, 0.0  # of the latest batch
+        self._began: float | None = None  # None: no batch is computed
+        self._has_paused, self._last_piece = False, 0.0
+        self._of_thread = threading.local()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A batch is computed in the block, by any number of threads."""
+        self._number += 1
+        began = self._began = self._clock()
+        try:
+            yield
+        finally:
+            self._began, ended = None, self._clock()
+            self._seconds = ended - began
+            if self._has_paused:
+                self._last_piece = ended
+                with self._changed:
+                    self._changed.notify_all()
+
+    def give(self) -> None:
+        """Between two batches: if a thread has paused beside the last one, sleeps while there are pieces of work."""
+        if not self._has_paused:
+            return
+        self._has_paused = False
+        now = self._clock()
+        ends = now + min(MOST_GIVEN_SECONDS, GIVEN * self._seconds)
+        while now < ends and now - self._last_piece < IDLE_SECONDS:
+            self._sleep(min(DOZE_SECONDS, ends - now))
+            now = self._clock()
+
+    def give_way(self) -> None:
+        """From now on `pause` waits on this thread."""
+        self._of_thread.number = 0
+
+    def pause(self) -> None:
+        """Before each piece of work. Returns at once on a thread that has not called `give_way`."""
+        of_thread = self._of_thread
+        if not hasattr(of_thread, "number"):
+            return
+        while (began := self._began) is not None:
+            number, used = self._number, self._used()
+            if of_thread.number != number:
+                of_thread.number, of_thread.before = number, used
+            seconds = (used - of_thread.before) / SHARE - (self._clock() - began)
+            if seconds <= 0:
+                break
+            self._has_paused = True
+            self._wait(number, seconds)
+        self._last_piece = self._clock()
+
+    def _wait(self, number: int, seconds: float) -> None:
+        """Until the batch has ended, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._began is None or self._number != number, seconds)
+
+
+BATCHES = Batches()
+"""Of this process's engine."""
+pause = BATCHES.pause
+
+
+def give_way() -> None:
+    """From now on this thread gives way to the engine's: by its priority, and where it calls `pause`."""
+    priority.give_way()
+    BATCHES.give_way()
+
+
+def piece(items: int, num_bytes: int) -> int:
+    """How many of `items`, which have `num_bytes` in all, are a piece: at least one."""
+    return max(1, items * PIECE_BYTES // max(num_bytes, 1))

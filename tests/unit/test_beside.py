@@ -1,0 +1,210 @@
+"""Work on large adapters beside the engine's batches, in played time, and threads that wait for the end of a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kt_runtime import beside
+from kt_runtime.beside import (
+    DOZE_SECONDS,
+    GIVEN,
+    IDLE_SECONDS,
+    MOST_GIVEN_SECONDS,
+    PIECE_BYTES,
+    SHARE,
+    Batches,
+    piece,
+)
+
+PATIENCE_SECONDS = 60.0
+PIECE_SECONDS = 0.001
+STEP = 0.05
+
+
+class Played(Batches):
+    """In played time: a piece takes `PIECE_SECONDS` of the thread's time and of the clock's; who waits or sleeps passes
+    the clock's. `num_pieces` are left."""
+
+    def __init__(self, num_pieces: int = 1 << 30) -> None:
+        self.now, self.ends, self.spent, self.slept, self.num_pieces = 0.0, 0.0, 0.0, 0.0, num_pieces
+        super().__init__(lambda: self.now, lambda: self.spent, self._sleeps)
+        self.give_way()
+
+    def _sleeps(self, seconds: float) -> None:
+        """Of the engine's thread: the other one works."""
+        ends, self.slept = self.now + seconds, self.slept + seconds
+        while self.now < ends and self.num_pieces:
+            self.work()
+        self.now = max(self.now, ends)
+
+    def _wait(self, number: int, seconds: float) -> None:
+        assert seconds > 0
+        self.now += max(seconds, 1e-6)
+        if self.now >= self.ends:
+            self.now, self._began = self.ends, None
+
+    def work(self) -> None:
+        self.pause()
+        self._piece()
+
+    def _piece(self) -> None:
+        self.now, self.spent, self.num_pieces = (
+            self.now + PIECE_SECONDS,
+            self.spent + PIECE_SECONDS,
+            self.num_pieces - 1,
+        )
+
+    def batch(self, seconds: float = STEP) -> int:
+        """The pieces of one thread during a batch, which takes as much longer."""
+        count, self.ends = 0, self.now + seconds
+        with self.computing():
+            while self.num_pieces:
+                self.pause()
+                if self.now >= self.ends:
+                    break
+                self._piece()
+                count, self.ends = count + 1, self.ends + PIECE_SECONDS
+            self.now = max(self.now, self.ends)
+        return count
+
+
+@pytest.mark.parametrize("seconds", [0.005, STEP, 0.4, 2.0])
+def test_a_batch_takes_longer_by_the_share_and_a_piece(seconds: float) -> None:
+    assert 1 <= Played().batch(seconds) <= 1 + SHARE * seconds / (1 - SHARE) / PIECE_SECONDS + 1
+
+
+def test_without_the_bound_a_thread_would_work_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "SHARE", 1e9)
+    played = Played(1000)
+    assert played.batch() == 1000
+
+
+def test_a_thread_that_does_not_give_way_never_waits() -> None:
+    played = Played(1000)
+    del played._of_thread.number
+    assert played.batch() == 1000
+
+
+def test_a_thread_s_time_before_a_batch_and_in_other_batches_does_not_count() -> None:
+    played = Played()
+    found = [played.batch() for _ in range(5)]
+    played.spent += 100
+    assert len({*found, played.batch()}) == 1
+
+
+def test_between_batches_nothing_waits() -> None:
+    played = Played()
+    played.batch()
+    before = played.now, played.num_pieces
+    for _ in range(100):
+        played.work()
+    assert (played.now, played.num_pieces) == pytest.approx((before[0] + 0.1, before[1] - 100))
+
+
+@pytest.mark.parametrize("seconds", [0.008, STEP, 0.4])
+def test_the_engine_sleeps_after_a_batch_for_a_part_of_its_time_while_there_is_work(seconds: float) -> None:
+    played = Played()
+    played.batch(seconds)
+    before = played.now, played.num_pieces
+    played.give()
+    limit = min(MOST_GIVEN_SECONDS, GIVEN * before[0]) + 1e-9
+    assert min(MOST_GIVEN_SECONDS, GIVEN * seconds) - 1e-9 <= played.slept <= limit
+    assert before[1] - played.num_pieces >= played.slept / PIECE_SECONDS - 1
+    assert played.now - before[0] <= limit + PIECE_SECONDS
+    played.give()
+    assert played.now - before[0] <= limit + PIECE_SECONDS, "it slept twice after one batch"
+
+
+def test_the_engine_does_not_sleep_where_nothing_had_to_wait() -> None:
+    played = Played(0)
+    played.batch()
+    played.give()
+    assert not played.slept
+
+
+def test_the_engine_goes_on_when_the_work_has_ended() -> None:
+    played = Played()
+    played.batch()
+    played.num_pieces = 3
+    played.give()
+    assert played.slept <= 3 * PIECE_SECONDS + IDLE_SECONDS + 2 * DOZE_SECONDS < MOST_GIVEN_SECONDS
+
+
+def test_a_publication_has_most_of_its_time_between_batches_and_none_stops_a_stream_for_long() -> None:
+    """A thousand pieces, which are 2 GB: beside steps of 50 ms."""
+    played, gaps, in_batches = Played(1000), [], 0
+    while played.num_pieces:
+        began = played.now
+        in_batches += played.batch()
+        played.give()
+        gaps.append(played.now - began)
+    assert max(gaps) <= STEP + (1 + SHARE / (1 - SHARE) * STEP / PIECE_SECONDS + 1) * PIECE_SECONDS + 0.0131
+    assert in_batches < 300
+    assert len(gaps) < 80
+
+
+def test_a_batch_that_fails_has_ended() -> None:
+    batches = Batches(used=iter(range(100)).__next__)
+    batches.give_way()
+    with pytest.raises(KeyError), batches.computing():
+        raise KeyError
+    for _ in range(10):
+        batches.pause()
+
+
+class Seen(Batches):
+    """`waits` is set when a thread waits. Each thread has used an hour when it calls `pause` for the second time."""
+
+    def __init__(self) -> None:
+        seconds = iter((0.0, *([3600.0] * 100)))
+        super().__init__(used=seconds.__next__)
+        self.waits = threading.Event()
+
+    def _wait(self, number: int, seconds: float) -> None:
+        self.waits.set()
+        super()._wait(number, seconds)
+
+    def paused_thread(self, then: Callable[[], None]) -> threading.Thread:
+        """It waits in the batch that is computed."""
+
+        def work() -> None:
+            self.give_way()
+            self.pause()
+            self.pause()
+            then()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        assert self.waits.wait(PATIENCE_SECONDS)
+        return thread
+
+
+def test_a_thread_that_has_had_its_share_goes_on_when_the_batch_ends() -> None:
+    order: list[str] = []
+    batches = Seen()
+    with batches.computing():
+        thread = batches.paused_thread(lambda: order.append("thread"))
+        order.append("batch")
+    thread.join(PATIENCE_SECONDS)
+    assert order == ["batch", "thread"] and not thread.is_alive()
+
+
+def test_a_thread_that_slept_through_the_end_of_its_batch_goes_on_in_the_next_one() -> None:
+    gone_on = threading.Event()
+    batches = Seen()
+    with batches.computing():
+        thread = batches.paused_thread(gone_on.set)
+    with batches.computing():
+        assert gone_on.wait(PATIENCE_SECONDS)
+    thread.join(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("items", "num_bytes", "expected"),
+    [(64, 64 * PIECE_BYTES, 1), (64, 16 * PIECE_BYTES, 4), (3, 30 * PIECE_BYTES, 1), (1, 0, PIECE_BYTES)],
+)
+def test_pieces_have_about_as_many_bytes(items: int, num_bytes: int, expected: int) -> None:
+    assert piece(items, num_bytes) == expected
