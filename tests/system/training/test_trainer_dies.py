@@ -6,8 +6,6 @@ import contextlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
