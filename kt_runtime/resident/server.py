@@ -34,7 +34,6 @@ from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, deco
 from kt_runtime.resident.handlers import Answers, Arrays, RanksDiffer, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
-from kt_runtime.resident.no_sessions import NoSessions
 from kt_runtime.resident.pacing.budget import Budget
 from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.holdings import Holdings
@@ -47,7 +46,6 @@ from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.training.session_limits import SessionLimits
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
-from kt_runtime.resident.twin.split import why_not_trained
 from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages, replies
@@ -140,8 +138,7 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.family = family_for(host.config)
-        serves_only = "" if host.exchange is None else why_not_trained(self.family)
-        self.twin = None if serves_only else Twin(host)
+        self.twin = Twin(host)
         stated = Settings(
             tpot_target_ms=settings.tpot_target_ms,
             ttft_target_ms=settings.ttft_target_ms,
@@ -176,13 +173,13 @@ class Resident:
             settings.kept_versions,
         )
         self._stored = _scan(store, is_writer=server is not None)
-        lora = None if self.twin is None else LoraModules(self.twin)
+        lora = LoraModules(self.twin)
         self.publisher = Publisher(
             host,
             self.family,
             store,
             settings.kept_versions,
-            None if self.twin is None or lora is None or host.exchange else Probe(self.twin, lora, host.config),
+            None if host.exchange else Probe(self.twin, lora, host.config),
             self.scheduler.submit,
             self._workers,
             self._on_moved,
@@ -194,21 +191,19 @@ class Resident:
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
-        self.handlers: SessionHandlers | NoSessions = NoSessions(host.num_ranks, serves_only)
-        if self.twin is not None and lora is not None:
-            self.handlers = SessionHandlers(
-                host,
-                self.twin,
-                lora,
-                self.publisher,
-                self._answers,
-                settings.microbatch_tokens,
-                SessionLimits(settings.max_sessions, settings.session_memory_bytes),
-                self._workers,
-                is_first=server is not None,
-            )
-            shared, copied = self.twin.shared_bytes, self.twin.copied_bytes
-            logger.info("training twin: %d bytes shared with the engine, %d copied", shared, copied)
+        self.handlers = SessionHandlers(
+            host,
+            self.twin,
+            lora,
+            self.publisher,
+            self._answers,
+            settings.microbatch_tokens,
+            SessionLimits(settings.max_sessions, settings.session_memory_bytes),
+            self._workers,
+            is_first=server is not None,
+        )
+        shared, copied = self.twin.shared_bytes, self.twin.copied_bytes
+        logger.info("training twin: %d bytes shared with the engine, %d copied", shared, copied)
 
     # What the engine calls.
 
@@ -434,8 +429,8 @@ class Resident:
             device=str(self._host.device),
             max_lora_rank=self._host.max_lora_rank,
             context_tokens=self._host.context_tokens,
-            weights_shared_bytes=0 if self.twin is None else self.twin.shared_bytes,
-            weights_copied_bytes=0 if self.twin is None else self.twin.copied_bytes,
+            weights_shared_bytes=self.twin.shared_bytes,
+            weights_copied_bytes=self.twin.copied_bytes,
             expert_format=self._host.experts.format,
             expert_isa=self._host.experts.isa,
             expert_bytes=self._host.experts.resident_bytes,

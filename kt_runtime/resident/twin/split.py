@@ -429,8 +429,3 @@ class SplitParts:
         """Frees what `fetch` has fetched."""
         for weight in (*self._weights, self.head.weight):
             weight.columns = None
-
-
-def why_not_trained(family: Family) -> str:
-    """Why several ranks do not train such a model; empty if they do."""
-    return "" if family.splits_over_ranks else f"the family {family.name} is not split over ranks"

@@ -21,7 +21,8 @@ from system.conftest import Served
 from kt_runtime.cli.connection import resident_client
 from kt_runtime.errors import AdapterError, ConflictError, NumericsError
 from kt_runtime.wire import Batch, ResidentClient, codec
-from kt_runtime.wire.messages import ErrorReply, ForwardBackward, LoraSettings
+from kt_runtime.wire.messages import ForwardBackward, LoraSettings
+from kt_runtime.wire.replies import ErrorReply
 
 SECONDS = 120.0
 NUMBERS = (float("nan"), float("inf"), float("-inf"))

@@ -24,7 +24,7 @@ from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
-from kt_runtime.wire.messages import STEP_RUNNING
+from kt_runtime.wire.replies import STEP_RUNNING
 
 PROMPTS = ([5, 6, 7], list(range(3, 150)), [9])
 CONFIG = load_preset("tiny-qwen3-moe").config

@@ -45,36 +45,6 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     follower.close()
 
 
-def test_ranks_that_do_not_train_a_model_serve_adapters_and_say_so(
-    make_host: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeepseekV3, "splits_over_ranks", False)
-    host, other = make_host("deepseek_v3"), make_host("deepseek_v3")
-    for each in (host, other):
-        each.num_ranks, each.exchange = 2, SimpleNamespace(share=Share(0, 2))
-    (tmp_path / "0").mkdir()
-    adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=0)
-    path = write_adapter(tmp_path / "saved", adapter)
-    engine = Engine(host, tmp_path / "0")
-    follower = Resident(other, engine.settings, None)
-    try:
-        with engine.client() as client:
-            with pytest.raises(ConflictError, match=r"2 ranks .* serve only: the family deepseek_v3 is not split"):
-                client.create_session("a", LORA)
-            loaded = client.load_adapter("bob", str(path))
-            status = client.status()
-            assert (status.sessions, status.weights_shared_bytes) == ([], 0)
-    finally:
-        engine.close()
-    for payload in engine.payloads:
-        follower.follow()
-        follower.apply(payload)
-        follower.turn()
-    assert set(host.installed) == set(other.installed) == {loaded.lora_id}
-    assert [info.current for info in follower.publisher.adapters()] == [loaded.version]
-    follower.close()
-
-
 def test_a_rank_that_can_not_prepare_what_rank_0_has_does_not_go_on(
     make_host: Callable[..., Any], tmp_path: Path
 ) -> None:
