@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from kt_runtime.experts import dense
 from kt_runtime.experts.collected import Place, place_of
-from kt_runtime.families import Family, TensorSource
+from kt_runtime.families import TensorSource
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
 from kt_runtime.ranks import Exchange, Pieces, Share
 from kt_runtime.resident.scheduler import Slice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,9 +12,7 @@ import torch
 from reference.lora import random_adapter, write_adapter
 from reference.resident.engine import LORA, Engine, sessions_of, train
 
-from kt_runtime.errors import ConflictError, KtError, NotFoundError
-from kt_runtime.families.models.deepseek import DeepseekV3
-from kt_runtime.ranks import Share
+from kt_runtime.errors import KtError, NotFoundError
 from kt_runtime.resident.handlers import RanksDiffer
 from kt_runtime.resident.server import Resident
 
