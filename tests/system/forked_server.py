@@ -23,7 +23,8 @@ import psutil
 import setproctitle
 from reference.cache import faulty_disk
 from reference.on_device import lost_device
-from reference.server import changed_processes, hung_processes, network
+from reference.ranks import network
+from reference.server import changed_processes, hung_processes
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from reference.server import network
+from reference.ranks import network
 
 
 @pytest.fixture

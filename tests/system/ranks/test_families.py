@@ -26,7 +26,8 @@ from kt_runtime.cli.server_process import server
 from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
-from kt_runtime.wire.replies import STEP_RUNNING, LoraSettings
+from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire.replies import STEP_RUNNING
 
 STEPS = 10
 LENGTHS = (1, 7, 33, 150)  # in chunks of 64 tokens, windows of 16 and chunks of attention of 48

@@ -15,9 +15,9 @@ import msgspec
 import psutil
 import pytest
 from reference import lora
-from reference.server import network
+from reference.ranks import network
+from reference.ranks.traffic import sent_bytes
 from reference.server.greedy import ask
-from reference.server.rank_traffic import sent_bytes
 from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
 
 from kt_runtime.cli.connection import ServerAPI

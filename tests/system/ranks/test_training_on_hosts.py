@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reference.server import network
+from reference.ranks import network
 from system.ranks.test_training import continued, running, trained
 from system.ranks.two_hosts import pair, ready
 

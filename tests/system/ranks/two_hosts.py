@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from reference.server import network
+from reference.ranks import network
 from system import forked_server
 
 from kt_runtime.cli.connection import ServerAPI

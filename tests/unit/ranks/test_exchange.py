@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.server.real_ranks import KINDS, run_ranks
+from reference.ranks.real_ranks import KINDS, run_ranks
 
 from kt_runtime import _experts
 from kt_runtime.errors import InvalidValueError, LostRankError

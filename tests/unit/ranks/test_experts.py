@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import Problem, build_layer, per_expert_tensors, present, random_problem
-from reference.server.real_ranks import run_ranks
+from reference.ranks.real_ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import per_expert_tensors
-from reference.server.real_ranks import KINDS, run_ranks
+from reference.ranks.real_ranks import KINDS, run_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 

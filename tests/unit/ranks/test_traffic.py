@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from reference.server.rank_traffic import Machine, Traffic, busiest, dense_parameters, predicted, sent_bytes
+from reference.ranks.traffic import Machine, Traffic, busiest, dense_parameters, predicted, sent_bytes
 
 from kt_runtime.serve.models.presets import load_preset
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from reference.cases import choose
+from reference.ranks.real_ranks import run_ranks
 from reference.resident.configs import CONFIGS
 from reference.resident.split_host import split_host, store_of
-from reference.server.real_ranks import run_ranks
 
 from kt_runtime.ranks import Exchange
 from kt_runtime.resident.scheduler import run_at_once

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from reference.server.real_ranks import KINDS, run_ranks
+from reference.ranks.real_ranks import KINDS, run_ranks
 
 from kt_runtime.ranks import Exchange
 from kt_runtime.sglang_patch.ranks import collectives, group

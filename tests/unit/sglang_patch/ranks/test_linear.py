@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from reference.server.real_ranks import run_ranks
+from reference.ranks.real_ranks import run_ranks
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import dense

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from reference.server.real_ranks import run_ranks
+from reference.ranks.real_ranks import run_ranks
 
 from kt_runtime.ops.norms import rms_norm
 from kt_runtime.ranks import Exchange

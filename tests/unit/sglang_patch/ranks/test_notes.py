@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference.server.real_ranks import run_ranks
+from reference.ranks.real_ranks import run_ranks
 
 from kt_runtime.sglang_patch.faults.finite_rows import noted_by_any
 
