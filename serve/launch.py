@@ -113,7 +113,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         options = dataclasses.replace(options, stream_experts="off")
     check_gpu_experts(options, model.config, with_gpu=has_gpu())
     check_stream_experts(options, with_gpu=has_gpu())
-    tier = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
+    tier = cache_directory(options.cache_dir, model.directory, options.tp_size) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, tier)
     options = with_lora_slots(with_lora_rank(options, model.config, model.name), model.config)
     if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
@@ -137,7 +137,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         lock = f"serve-{options.port}{'' if has_http else f'-host-{options.node_rank}'}.lock"
         held.enter_context(exclusive_lock(directory / lock, f"a server's place for port {options.port}"))
         if options.cache is not None:
-            _prepare_cache(options.cache, _longest_tokens(options, model.config), directory, held, say)
+            _prepare_cache(options, options.cache, _longest_tokens(options, model.config), directory, held, say)
         adapters = adapter_directory(options.adapter_dir, model.directory)
         if has_http:
             held.enter_context(claimed_adapters(adapters, directory))
@@ -427,7 +427,7 @@ def _cache_settings(cache: CachePlan | None) -> dict[str, Any]:
         return {}
     return {
         "cache_directory": None if cache.directory is None else str(cache.directory),
-        "cache_disk_bytes": cache.disk_bytes,
+        "cache_disk_bytes": cache.rank_disk_bytes,
         "cache_page_tokens": cache.page_tokens,
         "cache_read_only": cache.read_only,
     }
@@ -457,7 +457,12 @@ def _longest_tokens(options: ServeOptions, config: Mapping[str, Any]) -> int:
 
 
 def _prepare_cache(
-    cache: CachePlan, longest_tokens: int, runtime: Path, held: contextlib.ExitStack, say: Callable[[str], None]
+    options: ServeOptions,
+    cache: CachePlan,
+    longest_tokens: int,
+    runtime: Path,
+    held: contextlib.ExitStack,
+    say: Callable[[str], None],
 ) -> None:
     """Locks the disk tier's directory until `held` closes. Raises the errors of `claimed` and `check_directory`."""
     say(describe(cache))
@@ -467,7 +472,14 @@ def _prepare_cache(
         return
     if not cache.read_only:
         held.enter_context(claimed(cache.directory, runtime))
-    for note in check_directory(cache.directory, cache.disk_bytes, read_only=cache.read_only):
+    first = options.node_rank * cache.ranks
+    for note in check_directory(
+        cache.directory,
+        cache.disk_bytes,
+        read_only=cache.read_only,
+        ranks=range(first, first + cache.ranks),
+        num_ranks=options.tp_size,
+    ):
         say(note)
 
 

@@ -50,7 +50,6 @@ def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
     """(option, why) of those that were given and need one rank."""
     grammars = last_value(options.passed_on, "--grammar-backend") or "none"
     given = {
-        ("--cache-disk", "its directory is one process's"): bool(options.cache_disk_bytes),
         ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
         ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
         ("--routing-replay", "it was not tried on several"): bool(options.routing_replay_bytes),

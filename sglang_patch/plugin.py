@@ -34,7 +34,7 @@ PATCHES = (
     *("lora.experts", "lora.install", "ranks.linear", "ranks.norms"),
     *("ranks.processors", "ranks.collectives", "ranks.meeting"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
-    *("cache.events", "cache.metrics"),
+    *("cache.prefetches", "cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),
     *("grammar.stop_patterns", "grammar.backend", "resident.latencies", "resident.turns", "warm_up"),
 )

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskTierSettings:
-    """`page_bytes`: payload of every page. `patience_s`: the disk counts as hanging when a read takes longer, or a
+    """`root`: what must be there for `directory` to be made again, if it is part of another directory. `page_bytes`:
+    payload of every page. `patience_s`: the disk counts as hanging when a read takes longer, or a
     write takes five times as long (pending writes have memory of their own). `sync_interval_s`: a power cut loses at
     most the writes of that time. `interval_s`: how often the directory is checked, and the first delay before a failed
     disk is tried again (the delay doubles, up to a minute).
@@ -42,6 +43,7 @@ class DiskTierSettings:
     quota_bytes: int
     page_bytes: int
     namespace: Namespace
+    root: Path | None = None
     read_only: bool = False
     read_memory_bytes: int = 256 << 20
     write_memory_bytes: int = 256 << 20
@@ -297,8 +299,8 @@ class DiskTier:
 
     def _reopen(self) -> None:
         """Only a directory on the same disk as before, or with a cache in it: an empty mount point is not ours."""
-        directory = self._settings.directory
-        is_elsewhere = self._device is not None and self._files.identity(directory)[0] != self._device
+        directory, root = self._settings.directory, self._settings.root or self._settings.directory
+        is_elsewhere = self._device is not None and self._files.identity(root)[0] != self._device
         if is_elsewhere and "segments" not in self._files.names(directory):
             raise OSError(f"{directory} is on another disk than before, and empty")
         self._open()

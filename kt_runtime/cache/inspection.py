@@ -1,4 +1,7 @@
-"""Backs `kt-runtime cache stat|verify|clear`. The cache directory is open for the time of a call."""
+"""Backs `kt-runtime cache stat|verify|clear`. The cache directory is open for the time of a call.
+
+Of a directory of several ranks a call looks at each rank's part, and adds up.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
 from kt_runtime.cache.index import DROP, PUT, IndexLog
 from kt_runtime.cache.page_store import PageStore
+from kt_runtime.cache.rank_parts import parts
 from kt_runtime.errors import NotFoundError
 
 FOREIGN = "a file that is no segment of this format"
@@ -64,6 +68,8 @@ class Verification:
 def statistics(path: Path, files: FileSystem | None = None) -> Statistics:
     """Works while a server is using the directory. Raises NotFoundError if there is no cache."""
     files = files or DiskFiles()
+    if of_ranks := _parts(path, files):
+        return _added_up([(part.name, statistics(part, files)) for part in of_ranks])
     store = _open_to_look(path, files)
     try:
         quarantined = _quarantined(path, files)
@@ -85,10 +91,16 @@ def verify(
     """Reads every record, in LRU order, and quarantines damaged ones. Raises NotFoundError if there is no cache and
     ConflictError while a server is using it: records that it is writing would look damaged.
 
-    `progress(done_bytes, total_bytes)` is called after each record.
+    `progress(done_bytes, total_bytes)` is called after each record; with several ranks, of each rank's part.
     """
     files = files or DiskFiles()
     check_is_cache(path, files)
+    if of_ranks := _parts(path, files):
+        found = [verify(part, files, progress) for part in of_ranks]
+        damaged = tuple(damage for each in found for damage in each.damaged)
+        return Verification(
+            sum(each.records for each in found), damaged, all(each.index_was_right for each in found)
+        )
     indexed, is_right = _indexed(path, files)
     before = _quarantined(path, files)
     store = PageStore(path, _QUOTA, _ANY, files=files)
@@ -113,6 +125,8 @@ def clear(path: Path, files: FileSystem | None = None) -> int:
     """Removes all records; returns their number. The quarantine stays. Raises as `verify` does."""
     files = files or DiskFiles()
     check_is_cache(path, files)
+    if of_ranks := _parts(path, files):
+        return sum(clear(part, files) for part in of_ranks)
     store = PageStore(path, _QUOTA, _ANY, files=files)
     try:
         return store.clear()
@@ -126,8 +140,31 @@ def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
         names = (files or DiskFiles()).names(path)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path} does not exist, or is no directory") from None
-    if "segments" not in names:
+    if "segments" not in names and not _parts(path, files or DiskFiles()):
         raise NotFoundError(f"{path} is no cache directory: it has no 'segments'")
+
+
+def _parts(path: Path, files: FileSystem) -> list[Path]:
+    """None of what is no directory."""
+    try:
+        return parts(path, files)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _added_up(found: list[tuple[str, Statistics]]) -> Statistics:
+    """Of the parts, by name."""
+    slot_bytes: Counter[int] = Counter()
+    for _, each in found:
+        slot_bytes.update(each.slot_bytes)
+    return Statistics(
+        sum(each.records for _, each in found),
+        sum(each.disk_bytes for _, each in found),
+        dict(slot_bytes),
+        tuple(f"{name}/{record}" for name, each in found for record in each.quarantined),
+        sum(each.quarantined_bytes for _, each in found),
+        ", ".join(dict.fromkeys(each.holder for _, each in found if each.holder)) or None,
+    )
 
 
 def _open_to_look(path: Path, files: FileSystem) -> PageStore:

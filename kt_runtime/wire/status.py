@@ -25,30 +25,6 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     publishes: list[str] = msgspec.field(default_factory=list)
 
 
-class RankStatus(msgspec.Struct, kw_only=True):
-    """One of several processes that compute the model together. It holds `num_experts` of each layer's routed experts,
-    from `first_expert` on: `expert_bytes`, and `dense_bytes` of other weights. `rss_bytes`, `peak_bytes`: memory of its
-    process, and at most so far. `host`: the number of its host, `address`: empty with one host.
-
-    `waiting_share`: of the latest second of work, what it waited for what other ranks send. `is_slowest`: no rank
-    waited less. `sent_bytes`: what it sent to the others since its start, without the engine's own sums.
-    """
-
-    rank: int
-    pid: int
-    first_expert: int
-    num_experts: int
-    dense_bytes: int
-    expert_bytes: int
-    rss_bytes: int
-    peak_bytes: int
-    host: int = 0
-    address: str = ""
-    waiting_share: float = 0.0
-    is_slowest: bool = False
-    sent_bytes: int = 0
-
-
 class CacheTier(msgspec.Struct, kw_only=True):
     """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
 
@@ -60,6 +36,9 @@ class CacheTier(msgspec.Struct, kw_only=True):
     Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of
     `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
     `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
+
+    Several ranks: pages and bytes are those of rank 0; all have the same pages, each of its heads. What has gone wrong
+    is that of all ranks: `corrupt`, the `counters` of faults, `reading_stopped` and `writing_stopped`.
     """
 
     tier: str
@@ -79,6 +58,32 @@ class CacheTier(msgspec.Struct, kw_only=True):
     read_only: bool = False
     reading_stopped: str | None = None
     writing_stopped: str | None = None
+
+
+class RankStatus(msgspec.Struct, kw_only=True):
+    """One of several processes that compute the model together. It holds `num_experts` of each layer's routed experts,
+    from `first_expert` on: `expert_bytes`, and `dense_bytes` of other weights. `rss_bytes`, `peak_bytes`: memory of its
+    process, and at most so far. `host`: the number of its host, `address`: empty with one host.
+
+    `waiting_share`: of the latest second of work, what it waited for what other ranks send. `is_slowest`: no rank
+    waited less. `sent_bytes`: what it sent to the others since its start, without the engine's own sums. `disk`: its
+    part of the prefix cache's disk tier; None without one.
+    """
+
+    rank: int
+    pid: int
+    first_expert: int
+    num_experts: int
+    dense_bytes: int
+    expert_bytes: int
+    rss_bytes: int
+    peak_bytes: int
+    host: int = 0
+    address: str = ""
+    waiting_share: float = 0.0
+    is_slowest: bool = False
+    sent_bytes: int = 0
+    disk: CacheTier | None = None
 
 
 class GpuExperts(msgspec.Struct, kw_only=True):

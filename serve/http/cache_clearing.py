@@ -38,7 +38,8 @@ class CacheClearing:
         Raises ConflictError while requests are in flight, or if the disk tier's directory is unreachable or read-only,
         and RequestTimeoutError if the disk takes too long.
         """
-        before = await self._tiers()
+        status = await self._status()
+        before: Tiers = {tier["tier"]: tier for tier in status["cache"]}
         disk = before.get("disk")
         if disk is not None and (disk["read_only"] or disk["reading_stopped"]):
             reason = disk["reading_stopped"] or "this server only reads it"
@@ -48,23 +49,32 @@ class CacheClearing:
                 f"requests were in progress for {IDLE_SECONDS:g} s; the cache is emptied when none is; try again"
             )
         if disk is not None:
-            await self._clear_disk(disk)
+            await self._clear_disk(_disks(status))
         return {"cleared": {name: tier["pages"] for name, tier in before.items()}}
 
-    async def _clear_disk(self, before: dict[str, Any]) -> None:
+    async def _clear_disk(self, before: list[dict[str, Any]]) -> None:
         await self._engine.clear_disk_tier()
         deadline = time.monotonic() + DISK_SECONDS
         while True:
-            disk = (await self._tiers())["disk"]
-            # New requests run meanwhile and write new pages, so the tier need not be empty: the counter tells.
-            if disk["pages"] == 0 or disk["counters"]["cleared"] > before["counters"]["cleared"]:
+            disks = _disks(await self._status())
+            left = [disk for old, disk in zip(before, disks, strict=True) if not _is_cleared(old, disk)]
+            if not left:
                 return
             if time.monotonic() > deadline:
+                disk = left[0]
                 raise RequestTimeoutError(
                     f"the cache's disk tier, {disk['directory']}, still holds {disk['pages']} records after "
                     f"{DISK_SECONDS:g} s{': ' + disk['writing_stopped'] if disk['writing_stopped'] else ''}"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _tiers(self) -> Tiers:
-        return {tier["tier"]: tier for tier in (await self._status())["cache"]}
+
+def _disks(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The disk tier, and each rank's part of it."""
+    own = [tier for tier in status["cache"] if tier["tier"] == "disk"]
+    return own + [rank["disk"] for rank in status.get("ranks", ()) if rank.get("disk")]
+
+
+def _is_cleared(before: dict[str, Any], disk: dict[str, Any]) -> bool:
+    """New requests run meanwhile and write new pages, so the tier need not be empty: the counter tells."""
+    return disk["pages"] == 0 or disk["counters"]["cleared"] > before["counters"]["cleared"]

@@ -47,8 +47,7 @@ def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path
     device_tokens = _device_tokens(options, page_tokens, token_bytes)
     host_tokens = _host_tokens(options, page_tokens, token_bytes, device_tokens, slots * of_slot)
     disk_bytes = options.cache_disk_bytes
-    _check_disk(disk_bytes, page_tokens * token_bytes, page_tokens)
-    return CachePlan(
+    plan = CachePlan(
         page_tokens,
         token_bytes,
         device_tokens,
@@ -58,7 +57,11 @@ def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path
         read_only=options.cache_read_only,
         state_slots=slots,
         slot_bytes=of_slot,
+        ranks=options.tp_size // options.nnodes,
+        page_parts=1 if config.get("kv_lora_rank") else options.tp_size,  # all heads read one latent
     )
+    _check_disk(plan)
+    return plan
 
 
 def _device_tokens(options: ServeOptions, page_tokens: int, token_bytes: int) -> int:
@@ -103,12 +106,13 @@ def _host_tokens(
     return tokens
 
 
-def _check_disk(disk_bytes: int, page_bytes: int, page_tokens: int) -> None:
-    least = max(SMALLEST_QUOTA, 8 * page_bytes)
-    if 0 < disk_bytes < least:
+def _check_disk(plan: CachePlan) -> None:
+    least = plan.ranks * max(SMALLEST_QUOTA, 8 * plan.record_bytes)
+    if 0 < plan.disk_bytes < least:
+        of_ranks = f"for each of {plan.ranks} ranks " if plan.ranks > 1 else ""
         raise InvalidValueError(
-            f"--cache-disk {format_bytes(disk_bytes)}: at least {format_bytes(least)} (1 MiB, and 8 pages of "
-            f"{page_tokens} tokens, {format_bytes(page_bytes)} each)"
+            f"--cache-disk {format_bytes(plan.disk_bytes)}: at least {format_bytes(least)} ({of_ranks}1 MiB, and 8 "
+            f"pages of {plan.page_tokens} tokens, {format_bytes(plan.record_bytes)} each)"
         )
 
 
@@ -120,7 +124,8 @@ def describe(plan: CachePlan) -> str:
         tiers.append(f"host {plan.host_tokens} tokens{states} ({format_bytes(plan.host_bytes)})")
     if plan.disk_bytes:
         how = "read from" if plan.read_only else "in"
-        tiers.append(f"disk {format_bytes(plan.disk_bytes)} {how} {plan.directory}")
+        of_ranks = f" ({format_bytes(plan.rank_disk_bytes)} for each of {plan.ranks} ranks)" if plan.ranks > 1 else ""
+        tiers.append(f"disk {format_bytes(plan.disk_bytes)} {how} {plan.directory}{of_ranks}")
     return f"prefix cache, pages of {plan.page_tokens} tokens: {', '.join(tiers)}"
 
 

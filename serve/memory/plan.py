@@ -249,8 +249,9 @@ def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryN
     # Latent attention has one tensor per layer, which SGLang copies to the host without staging on the GPU.
     is_staged = shape.device == "gpu" and not config.get("kv_lora_rank")
     staged_pages = min(STAGED_PAGES, cache.host_tokens // cache.page_tokens) if is_staged else 0
+    host_bytes = cache.host_bytes * shape.ranks if config.get("kv_lora_rank") else cache.host_bytes // shape.hosts
     return [
-        MemoryNeed("prefix cache's host tier", "cpu", cache.host_bytes // shape.hosts, ("--cache-host",)),
+        MemoryNeed("prefix cache's host tier", "cpu", host_bytes, ("--cache-host",)),
         MemoryNeed("pages on their way to the host tier", "gpu", staged_pages * cache.page_bytes),
         MemoryNeed("prefix cache's disk buffers and index", "cpu", cache.disk_memory_bytes, ("--cache-disk",)),
     ]

@@ -18,6 +18,9 @@ class CachePlan:
     `device_tokens`, `host_tokens` (0: no host tier): the tiers' sizes, whole pages. `host_tokens` includes the copies
     of device pages. `disk_bytes`: the quota of the disk tier in `directory`, 0: no disk tier. `read_only`: the disk
     tier is never written. `state_slots`: of the device's pool of linear attention's states, of `slot_bytes` each.
+
+    `ranks`: of this host, each with its part of the disk tier. `page_parts`: ranks over which the KV of a page is
+    split; 1 where each rank has all of it.
     """
 
     page_tokens: int
@@ -29,11 +32,23 @@ class CachePlan:
     read_only: bool = False
     state_slots: int = 0
     slot_bytes: int = 0
+    ranks: int = 1
+    page_parts: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """KV of one page, the payload of a record on disk."""
+        """KV of one page."""
         return self.page_tokens * self.token_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """KV of one page on one rank: the payload of a record on disk."""
+        return self.page_bytes // self.page_parts
+
+    @property
+    def rank_disk_bytes(self) -> int:
+        """The quota of each rank of this host."""
+        return self.disk_bytes // self.ranks
 
     @property
     def host_ratio(self) -> float:
@@ -52,8 +67,8 @@ class CachePlan:
 
     @property
     def disk_memory_bytes(self) -> int:
-        """Memory of the disk tier: read and write buffers, and the index."""
+        """Memory of the disk tier: read and write buffers, and the index, of each rank of this host."""
         if self.disk_bytes == 0:
             return 0
-        buffers = DiskTierSettings.read_memory_bytes + max(DiskTierSettings.write_memory_bytes, self.page_bytes)
-        return buffers + self.disk_bytes // self.page_bytes * INDEX_BYTES
+        buffers = DiskTierSettings.read_memory_bytes + max(DiskTierSettings.write_memory_bytes, self.record_bytes)
+        return self.ranks * (buffers + self.rank_disk_bytes // self.record_bytes * INDEX_BYTES)

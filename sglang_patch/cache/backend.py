@@ -7,6 +7,12 @@ pool, without a copy. Reason: SGLang's file backend has one flat directory, no c
 SGLang's keys are chained hashes of the tokens, seeded with the request's `extra_key`, which contains the hash of the
 adapter's content (`keys.py`). The tier's namespace covers everything else that a page depends on (`namespace.py`).
 
+Several ranks: each has a part of the directory with the pages of its heads (`kt_runtime.cache.rank_parts`). SGLang
+takes of each answer the smallest over the ranks, in the order of its operations: how many pages there are
+(`HiCacheController._sync_prefetch_hit_query`), and how many were read (`_reduce_prefetch_ack`). So a page counts where
+every rank has it whole, and what one rank's disk does changes no other rank's batches. `HiCacheStorageConfig` says that
+latents, which are the same on all ranks, are written by rank 0 alone, for a storage that all ranks read. Here all write.
+
 Only SGLang's storage threads call the methods that may block: `batch_exists`, `batch_get_v1`, `batch_set_v1`. The
 scheduler's thread creates the backend, asks it to clear, and closes it at the end of serving.
 """
@@ -24,9 +30,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.page import Page
+from kt_runtime.cache.rank_parts import part
 from kt_runtime.errors import InvalidValueError, KtError
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.namespace import namespace
+from kt_runtime.sglang_patch.ranks import group
 
 CLOSING_SECONDS = 8.0  # to write the pending pages; the frontend waits somewhat longer for the scheduler's end
 # Timeout for a batch of pages. SGLang's thread reads for one request at a time, and an aborted request occupies it
@@ -47,6 +55,7 @@ class DiskBackend(HiCacheStorage):
     """Settings come from `kt_runtime.resident.config`. Raises SystemExit if the tier can't be opened."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        storage_config.is_mla_model = False  # asked for `is_storage_writer` only; the controller keeps this object
         self._pools: list[str] = []
         self._tier: DiskTier | None = None
 
@@ -137,9 +146,11 @@ def _open_tier(pool: Any) -> DiskTier:
     if settings is None or settings.cache_directory is None:
         raise InvalidValueError("the disk tier belongs to a server that `kt-runtime serve --cache-disk` started")
     _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
+    directory = Path(settings.cache_directory)
     return DiskTier(
         DiskTierSettings(
-            directory=Path(settings.cache_directory),
+            directory=part(directory, group.rank(), group.num_ranks()),
+            root=directory,
             quota_bytes=settings.cache_disk_bytes,
             page_bytes=sum(sizes),
             namespace=namespace(pool, pool.page_size),

@@ -10,22 +10,29 @@ copied, but neither hits per tier nor the host pool's evictions. Hence, in SGLan
 - `Scheduler.ingest_requests`: called once per turn of the loop, at least every second; the metrics are published here.
 - `SchedulerOutputStreamer.get_cached_tokens_details`: becomes `meta_info.cached_tokens_details`. SGLang returns None if
   nothing was cached, and a class name for the disk.
+
+Several ranks have the same pages, each of its heads, so rank 0 alone publishes. Only disks differ: `told` says what the
+other ranks have noted of theirs (`resident/members.py`).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kt_runtime.cache.disk_tier import DiskTier
 from kt_runtime.cache.health import Counters
+from kt_runtime.cache.rank_parts import part
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.wire.status import CacheTier
 
 COLLECTOR = "sglang.srt.observability.metrics_collector.RadixCacheMetricsCollector"
@@ -51,12 +58,15 @@ SYMBOLS = (
 )
 DISK_NAME = "kt-runtime disk"
 PUBLISH_SECONDS = 1.0
+FAULTS = ("corrupt", "dropped", "read_errors", "write_errors", "late")
+"""Counters of the disk tier that say what has gone wrong."""
 
 _NAMES = ("hits", "misses", "evicted_tokens", "bytes_read", "bytes_written")
 _device, _host = Counters(_NAMES), Counters(_NAMES)
 _published: PublishedTiers | None = None
 _files = MetricsFiles(None)
 _next_publication_s = 0.0
+_others: dict[int, CacheTier] = {}  # the disk tiers of other ranks, as these told last
 
 
 def install(hooks: Hooks) -> None:
@@ -77,9 +87,42 @@ def tiers(scheduler: Any) -> list[CacheTier]:
     found = [_device_tier(scheduler)]
     if (pool := _host_pool(scheduler)) is not None:
         found.append(_host_tier(pool, scheduler.page_size))
-    if (disk := _disk()) is not None:
-        found.append(disk_status(*disk, found[-1].page_tokens, found[-1].page_bytes))
+    if (disk := own_disk(scheduler)) is not None:
+        found.append(with_faults_of(_others, disk))
     return found
+
+
+def own_disk(scheduler: Any) -> CacheTier | None:
+    """This rank's part of the disk tier, None without one."""
+    if (disk := _disk()) is None or (pool := _host_pool(scheduler)) is None:
+        return None
+    return disk_status(*disk, scheduler.page_size, scheduler.page_size * pool.size_per_token)
+
+
+def told(disks: Mapping[int, CacheTier]) -> None:
+    """The disk tiers of all ranks, by rank."""
+    _others.clear()
+    _others.update((rank, disk) for rank, disk in disks.items() if rank != group.rank())
+
+
+def with_faults_of(others: Mapping[int, CacheTier], own: CacheTier) -> CacheTier:
+    """`own`, of rank 0, with the directory of all ranks and what has gone wrong with any disk. Pages and bytes stay."""
+    if not others:
+        return own
+    disks = {0: own, **others}
+    counters = {name: sum(disk.counters[name] for disk in disks.values()) for name in FAULTS}
+    return msgspec.structs.replace(
+        own,
+        corrupt=counters["corrupt"],
+        counters={**own.counters, **counters},
+        directory=str(Path(own.directory or "").parent),
+        reading_stopped=_first_reason({rank: disk.reading_stopped for rank, disk in disks.items()}),
+        writing_stopped=_first_reason({rank: disk.writing_stopped for rank, disk in disks.items()}),
+    )
+
+
+def _first_reason(reasons: Mapping[int, str | None]) -> str | None:
+    return next((f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()) if reason is not None), None)
 
 
 def _device_tier(scheduler: Any) -> CacheTier:
@@ -133,7 +176,7 @@ def disk_status(disk: DiskTier, settings: ResidentSettings, page_tokens: int, pa
         bytes_written=counters["bytes_written"],
         corrupt=counters["corrupt"],
         counters=counters,
-        directory=settings.cache_directory,
+        directory=str(part(Path(settings.cache_directory or ""), group.rank(), group.num_ranks())),
         read_only=settings.cache_read_only,
         reading_stopped=_text(status["reading_stopped"]),
         writing_stopped=_text(status["writing_stopped"]),
@@ -212,7 +255,8 @@ def _publish_periodically(_result: Any, scheduler: Any, *_args: Any, **_kwargs: 
     if _published is None:
         directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         _published, _files = PublishedTiers(), MetricsFiles(Path(directory) if directory else None)
-    _published.publish(tiers(scheduler))
+    if group.rank() == 0:
+        _published.publish(tiers(scheduler))
     _files.take_room()
 
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ class SGLangHost:
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
         self.exchange = group.exchange()
-        self.members = members.Members(self._runner.model, settings.host_address)
+        self.members = members.Members(
+            self._runner.model, settings.host_address, partial(cache_metrics.own_disk, scheduler)
+        )
         self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)
         self._to_drop: set[str] = set()

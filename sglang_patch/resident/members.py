@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.store import expert_store
-from kt_runtime.wire.status import RankStatus
+from kt_runtime.wire.status import CacheTier, RankStatus
 
 SYMBOLS = ("sglang.srt.runtime_context.get_parallel",)
 ASK_SECONDS = 1.0
@@ -43,19 +45,22 @@ class Member:
 @dataclass(frozen=True)
 class Told:
     """A rank now. `rss_bytes`, `peak_bytes`: of its process. `waited_s`, `sent_bytes`: of its exchange since its start;
-    `at_s`: seconds since then."""
+    `at_s`: seconds since then. `disk`: its part of the prefix cache's disk tier."""
 
     rss_bytes: int
     peak_bytes: int
     waited_s: float
     sent_bytes: int
     at_s: float
+    disk: CacheTier | None
 
 
 class Members:
-    """All ranks, in order. Every rank creates it and calls `tell` in the same turns."""
+    """All ranks, in order. Every rank creates it and calls `tell` in the same turns. `disk`: this rank's part of the
+    prefix cache's disk tier now."""
 
-    def __init__(self, model: Any, address: str) -> None:
+    def __init__(self, model: Any, address: str, disk: Callable[[], CacheTier | None]) -> None:
+        self._disk = disk
         self._members: list[Member] = []
         self._before: list[Told] = []
         self._told: list[Told] = []
@@ -81,8 +86,10 @@ class Members:
             exchange.waited_s,
             exchange.sent_bytes,
             time.monotonic() - self._began_s,
+            self._disk(),
         )
         self._before, self._told = self._told, _all_ranks(own)
+        cache_metrics.told({rank: told.disk for rank, told in enumerate(self._told) if told.disk is not None})
 
     def statuses(self) -> list[RankStatus]:
         """As the ranks told last: at most a second before the end of the latest work."""
@@ -104,6 +111,7 @@ class Members:
                 waiting_share=share,
                 sent_bytes=told.sent_bytes,
                 is_slowest=share == least and max(waited) > 0,
+                disk=told.disk,
             )
             for member, told, share in zip(self._members, self._told, waited, strict=True)
         ]

@@ -11,9 +11,17 @@ from kt_runtime.serve.cache_directory import caches_directory
 
 def caches_in(path: Path) -> list[Path]:
     try:
-        return sorted(entry for entry in path.iterdir() if (entry / "segments").is_dir())
+        return sorted(entry for entry in path.iterdir() if _is_cache(entry))
     except OSError:
         return []
+
+
+def _is_cache(path: Path) -> bool:
+    try:
+        inspection.check_is_cache(path)
+    except NotFoundError:
+        return False
+    return True
 
 
 def cache_at(path: Path) -> Path:
