@@ -39,7 +39,7 @@ class Freezes:
         """As SGLang's `freeze_gc`, after a collection, or without effect but for the thresholds."""
         gc.collect()
         self._num_frozen = max(self._num_frozen, gc.get_freeze_count())
-        num_new = len(gc.get_objects())
+        num_new = _num_objects()
         if num_new < FEWEST_NEW_SHARE * self._num_frozen:
             if gc_threshold is not None:
                 gc.set_threshold(*gc_threshold)
@@ -47,3 +47,10 @@ class Freezes:
             return
         original(context, gc_threshold)
         self._num_frozen += num_new
+
+
+def _num_objects() -> int:
+    """Objects that a collection visits. Counted within one call, in which no other thread runs: `len(gc.get_objects())`
+    lets one run while the list of all objects exists. If this thread is in `tuple(... for ...)`, its tuple has a second
+    owner then, and Python raises SystemError there."""
+    return next(map(len, iter(gc.get_objects, None)))

@@ -98,9 +98,7 @@ def verify(
     if of_ranks := _parts(path, files):
         found = [verify(part, files, progress) for part in of_ranks]
         damaged = tuple(damage for each in found for damage in each.damaged)
-        return Verification(
-            sum(each.records for each in found), damaged, all(each.index_was_right for each in found)
-        )
+        return Verification(sum(each.records for each in found), damaged, all(each.index_was_right for each in found))
     indexed, is_right = _indexed(path, files)
     before = _quarantined(path, files)
     store = PageStore(path, _QUOTA, _ANY, files=files)

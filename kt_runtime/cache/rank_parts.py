@@ -32,7 +32,9 @@ def parts(directory: Path, files: FileSystem | None = None) -> list[Path]:
     Raises OSError if `directory` can't be read.
     """
     files = files or DiskFiles()
-    found = sorted((int(match[2]), int(match[1])) for name in files.names(directory) if (match := _NAME.fullmatch(name)))
+    found = sorted(
+        (int(match[2]), int(match[1])) for name in files.names(directory) if (match := _NAME.fullmatch(name))
+    )
     paths = [part(directory, rank, num_ranks) for num_ranks, rank in found if num_ranks > 1]
     return [path for path in paths if "segments" in files.names(path)]
 

@@ -28,8 +28,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     memory, None: as many as there are slots. `max_sessions`, `session_memory_bytes` (None: no limit):
     limits of training sessions (`session_limits`).
 
-    The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0, which is the quota of each
-    rank. `cache_page_tokens`: tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
+    The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0, each rank's quota.
+    `cache_page_tokens`: tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
 
     `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `gpu_expert_format`: how
     slots hold them: as the store does ("published"), in the model's dtype ("model"), or the former where experts are

@@ -11,7 +11,7 @@ Several ranks: each has a part of the directory with the pages of its heads (`kt
 takes of each answer the smallest over the ranks, in the order of its operations: how many pages there are
 (`HiCacheController._sync_prefetch_hit_query`), and how many were read (`_reduce_prefetch_ack`). So a page counts where
 every rank has it whole, and what one rank's disk does changes no other rank's batches. `HiCacheStorageConfig` says that
-latents, which are the same on all ranks, are written by rank 0 alone, for a storage that all ranks read. Here all write.
+latents, the same on all ranks, are written by rank 0 alone, to a storage that all ranks read; here all ranks write.
 
 Only SGLang's storage threads call the methods that may block: `batch_exists`, `batch_get_v1`, `batch_set_v1`. The
 scheduler's thread creates the backend, asks it to clear, and closes it at the end of serving.
