@@ -20,6 +20,7 @@ import httpx
 import pytest
 from reference import lora
 from reference.cache.records import DAMAGES, placed
+from reference.ranks import network
 from system.cache.test_faults import (
     BROKEN,
     CACHED_TOKENS,
@@ -32,10 +33,12 @@ from system.cache.test_faults import (
     shimmed,
 )
 from system.conftest import CachedAnswer, CachedServer, StartCachedServer
+from system.ranks.two_hosts import pair, ready
 
-from kt_runtime.cache import inspection
+from kt_runtime.cache import inspection, rank_parts
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.serve.cache_directory import check_directory
+from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 
 PRESET = "tiny-qwen3-moe"
@@ -233,3 +236,24 @@ def test_a_disk_that_hangs_on_one_rank_holds_nobody_up(tmp_path: Path, cached_se
         ranks.heal()
         eventually(lambda: ranks.ask(HANGS).tiers["disk"] == CACHED_TOKENS)
         assert same(ranks.ask(HANGS), computed)
+
+
+def test_two_hosts_have_their_ranks_pages_on_their_own_disks(
+    tmp_path: Path, ends: tuple[network.End, network.End]
+) -> None:
+    make_model(PRESET, tmp_path / "model", seed=2)
+    options = ("--cache-disk", "8MiB", "--cache-page-tokens", str(PAGE_TOKENS), "--cache-dir", str(tmp_path / "0"))
+    answers = []
+    for start in ("first", "second"):
+        with pair(tmp_path, ends, start, *options, of_host_1=("--cache-dir", str(tmp_path / "1"))) as hosts:
+            ready(hosts)
+            assert [path.name for path in rank_parts.parts(tmp_path / "0")] == ["rank-0-of-2"]
+            assert [path.name for path in rank_parts.parts(tmp_path / "1")] == ["rank-1-of-2"]
+            served = CachedServer(hosts.api, PRESET, tmp_path, PAGE_TOKENS, 4096, 8192)
+            answers.append(served.ask(prompt(40)))
+            hosts.hosts[0].process.send_signal(15)
+            assert hosts.wait_for_the_end() == [0, 0]
+    computed, found = answers
+    assert same(found, computed)
+    assert computed.tiers["computed"] == PROMPT_TOKENS
+    assert found.tiers["disk"] == CACHED_TOKENS

@@ -129,6 +129,23 @@ def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
     assert present(tier, range(10)) == 5
 
 
+def test_a_rank_s_part_is_made_anew_where_its_directory_is_there(
+    files: FaultyFiles, open_tier: Callable[..., DiskTier]
+) -> None:
+    part = ROOT / "rank-1-of-2"
+    tier = open_tier(directory=part, root=ROOT)
+    write(tier, range(10))
+    assert tier.flush(60.0)
+    files.remove_tree(ROOT)
+    eventually(lambda: not tier.health[Use.READING])
+    time.sleep(0.1)
+    assert ROOT not in files.directories
+    files.make_directory(ROOT)
+    eventually(lambda: tier.health[Use.READING])
+    assert part in files.directories
+    assert write(tier, range(5)) == [True] * 5
+
+
 def test_reads_that_are_refused_stop_it_until_they_work(
     files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,3 +137,23 @@ def test_a_directory_that_is_no_cache_is_left_alone() -> None:
         with pytest.raises(NotFoundError, match="does not exist"):
             look(ROOT / "nowhere", files)
     assert files.names(ROOT) == []
+
+
+def test_the_parts_of_several_ranks_are_added_up() -> None:
+    files = FaultyFiles()
+    for rank, count in enumerate((7, 5)):
+        store = PageStore(ROOT / f"rank-{rank}-of-2", 1 << 20, b"n" * 16, files=files)
+        store.write([page_to_write(number) for number in range(count)])
+        store.close()
+    path = ROOT / "rank-1-of-2" / "segments" / "00000001.seg"
+    files.files[path].data[slot(3) + 900] ^= 1
+    found = inspection.statistics(ROOT, files)
+    assert (found.records, found.slot_bytes) == (12, {slot_bytes_for(4096): 12})
+    assert found.disk_bytes == files.used_bytes(ROOT)
+    checked = inspection.verify(ROOT, files)
+    assert (checked.records, len(checked.damaged), checked.index_was_right) == (12, 1, True)
+    assert str(checked.damaged[0].kept_as).startswith(str(ROOT / "rank-1-of-2" / "quarantine"))
+    (kept,) = inspection.statistics(ROOT, files).quarantined
+    assert kept.startswith("rank-1-of-2/")
+    assert inspection.clear(ROOT, files) == 11
+    assert inspection.statistics(ROOT, files).records == 0

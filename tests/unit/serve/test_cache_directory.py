@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.cache.files import page_to_write
 
+from kt_runtime.cache import inspection, rank_parts
 from kt_runtime.cache.format import Namespace
 from kt_runtime.cache.page_store import PageStore
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
@@ -164,3 +166,58 @@ def test_the_names_that_count_as_the_caches_own_are_those_of_the_store(cache: Pa
     store.close()
     assert set(os.listdir(cache)) <= module.OWN_NAMES
     assert {"lock", "index.log", "segments"} <= set(os.listdir(cache))
+
+
+# Several ranks
+
+
+def page_of(path: Path) -> None:
+    store = PageStore(path, 4 * MIB, NAMESPACE)
+    store.write([page_to_write(1)])
+    store.close()
+
+
+def test_each_rank_of_this_host_gets_a_part_that_no_other_server_writes_to(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    assert check_directory(directory, MIB, read_only=False, ranks=(2, 3), num_ranks=4) == []
+    assert sorted(os.listdir(directory)) == ["rank-2-of-4", "rank-3-of-4"]
+    assert stat.S_IMODE((directory / "rank-3-of-4").stat().st_mode) == 0o700
+    store = PageStore(directory / "rank-3-of-4", 4 * MIB, NAMESPACE)
+    with pytest.raises(ConflictError, match=rf"rank-3-of-4/lock: .*in use by process {os.getpid()}.*read-only"):
+        check_directory(directory, MIB, read_only=False, ranks=(2, 3), num_ranks=4)
+    assert check_directory(directory, MIB, read_only=False, ranks=(0, 1), num_ranks=4) == []  # another host
+    store.close()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_pages_of_another_number_of_ranks_are_refused_and_stay(tmp_path: Path, read_only: bool) -> None:
+    for number, held in ((1, "one rank"), (2, "2 ranks")):
+        directory = tmp_path / str(number)
+        page_of(rank_parts.part(directory, 0, number))
+        before = sorted(directory.rglob("*"))
+        for asked, has in ((1, "one rank"), (2, "2 ranks"), (4, "4 ranks")):
+            if asked == number:
+                continue
+            with pytest.raises(InvalidValueError, match=f"holds pages of {held}, and this server has {has} .--tp-size"):
+                check_directory(directory, MIB, read_only=read_only, ranks=range(asked), num_ranks=asked)
+            assert sorted(directory.rglob("*")) == before
+
+
+def test_a_directory_that_was_emptied_is_any_number_s(tmp_path: Path) -> None:
+    page_of(tmp_path / "rank-0-of-2")
+    assert inspection.clear(tmp_path) == 1
+    assert check_directory(tmp_path, MIB, read_only=False) == []
+
+
+def test_reading_only_needs_the_part_of_each_rank(tmp_path: Path) -> None:
+    page_of(tmp_path / "rank-0-of-2")
+    assert check_directory(tmp_path, MIB, read_only=True, ranks=(0,), num_ranks=2) == []
+    with pytest.raises(NotFoundError, match=r"rank-1-of-2: there is no prefix cache to read"):
+        check_directory(tmp_path, MIB, read_only=True, ranks=(0, 1), num_ranks=2)
+
+
+def test_the_default_directory_belongs_to_one_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = [cache_directory(None, Path("/models/a"), ranks).name for ranks in (1, 2, 4)]
+    assert names[1:] == [f"{names[0]}-2-ranks", f"{names[0]}-4-ranks"]
+    assert cache_directory(Path("/c"), Path("/models/a"), 2) == Path("/c")

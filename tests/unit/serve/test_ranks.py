@@ -28,6 +28,11 @@ def test_ranks_are_taken_and_do_not_run_fine_tuning_jobs() -> None:
     assert with_ranks(TWO, QWEN) == replace(TWO, finetuning_dir="off")
 
 
+def test_ranks_have_all_tiers_of_the_prefix_cache() -> None:
+    tiers = replace(TWO, cache_host_bytes=1 << 24, cache_disk_bytes=1 << 24)
+    assert with_ranks(tiers, QWEN) == replace(tiers, finetuning_dir="off")
+
+
 def test_one_rank_changes_nothing() -> None:
     one = replace(TWO, tp_size=1, exact=True)
     assert with_ranks(one, QWEN) == one
@@ -52,7 +57,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
 @pytest.mark.parametrize(
     ("given", "option"),
     [
-        ({"cache_disk_bytes": 1 << 20}, "--cache-disk"),
         ({"registry": "/srv/registry"}, "--registry"),
         ({"routing_replay_bytes": 1 << 20}, "--routing-replay"),
         ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),

@@ -60,6 +60,22 @@ def test_pages_that_requests_write_meanwhile_are_no_failure() -> None:
     assert clear(Engine(new=2)) == {"cleared": {"device": 3, "disk": 5}}
 
 
+def test_the_disks_of_all_ranks_are_waited_for() -> None:
+    engine, asked = Engine(), 0
+
+    async def status() -> dict[str, Any]:
+        nonlocal asked
+        asked += engine.cleared > 0
+        other = {"tier": "disk", "pages": 4, "directory": "/c/1", "writing_stopped": None}
+        other["counters"] = {"cleared": 4 if asked > 3 else 0}
+        found = await engine.status()
+        disk = next(tier for tier in found["cache"] if tier["tier"] == "disk")
+        return {**found, "ranks": [{"rank": 0, "disk": disk}, {"rank": 1, "disk": other}]}
+
+    assert asyncio.run(CacheClearing(status, engine).clear()) == {"cleared": {"device": 3, "disk": 5}}
+    assert asked == 4
+
+
 def test_a_server_without_a_disk_tier_is_emptied() -> None:
     assert clear(Engine(disk_pages=None)) == {"cleared": {"device": 3}}
 

@@ -111,6 +111,29 @@ def test_a_host_tier_has_states_in_the_device_s_proportion() -> None:
         plan(**options, cache_host_bytes=of_device)
 
 
+def test_the_ranks_of_a_host_share_its_disk_and_each_has_buffers_and_an_index() -> None:
+    given = {"max_total_tokens": 1024, "cache_disk_bytes": 96 * MIB, "device": "cpu"}
+    two = plan(**given, tp_size=2)
+    assert (two.ranks, two.rank_disk_bytes, two.record_bytes) == (2, 48 * MIB, 64 * 768 // 2)
+    assert two.disk_memory_bytes == 2 * (512 * MIB + 2048 * INDEX_BYTES)
+    assert describe(two).endswith("disk 96 MiB in /cache (48 MiB for each of 2 ranks)")
+    hosts = plan(**given, tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:20000")
+    assert (hosts.ranks, hosts.rank_disk_bytes, hosts.record_bytes) == (1, 96 * MIB, 64 * 768 // 2)
+    latent = plan(LATENT, **given, tp_size=2)
+    assert latent.record_bytes == latent.page_bytes  # every rank has the latents
+    assert plan(LATENT, **given).disk_memory_bytes < latent.disk_memory_bytes
+    with pytest.raises(InvalidValueError, match=r"--cache-disk 1 MiB: at least 2 MiB \(for each of 2 ranks 1 MiB, and"):
+        plan(cache_disk_bytes=MIB, tp_size=2, device="cpu")
+
+
+def test_every_rank_has_the_host_tier_of_latents_and_its_part_of_keys_and_values() -> None:
+    for config, factor in ((LATENT, 2), (TINY, 1)):
+        tiers = plan(config, max_total_tokens=1024, cache_disk_bytes=8 * MIB, tp_size=2, device="cpu")
+        needs = plan_memory(config, ServingShape(max_total_tokens=1024, cache=tiers, ranks=2)).needs
+        (host,) = (need for need in needs if need.what == "prefix cache's host tier")
+        assert host.size_bytes == factor * tiers.host_bytes
+
+
 def test_memory_holds_the_host_tier_and_the_disks_buffers_and_says_what_to_lower() -> None:
     tiers = plan(max_total_tokens=1024, cache_host_bytes=3 * MIB, cache_disk_bytes=96 * MIB)
     shape = ServingShape(max_total_tokens=1024, cache=tiers)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kt_runtime.cache import inspection
 from kt_runtime.cache.format import Namespace
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.sglang_patch.arguments import DISK_BACKEND
@@ -42,13 +43,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched_sglang: N
     return tmp_path / "cache"
 
 
-def make(pools: Any) -> Any:
+def make(pools: Any, rank: int = 0) -> Any:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
     config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
+        tp_rank=rank,
+        tp_size=rank + 1,
         pp_rank=0,
         pp_size=1,
         attn_cp_rank=0,
@@ -59,11 +60,13 @@ def make(pools: Any) -> Any:
         model_name="m",
         extra_config=DISK_BACKEND,
     )
-    return StorageBackendFactory.create_backend("dynamic", config, pools.host)
+    backend = StorageBackendFactory.create_backend("dynamic", config, pools.host)
+    backend.config = config  # which SGLang's controller asks whether this rank writes
+    return backend
 
 
-def opened(pools: Any) -> Any:
-    backend = make(pools)
+def opened(pools: Any, rank: int = 0) -> Any:
+    backend = make(pools, rank)
     backend.register_mem_pool_host(pools.host)
     backend.on_host_pools_registered()
     return backend
@@ -111,6 +114,22 @@ def test_once_closed_it_has_nothing_and_takes_nothing(pools: Any, directory: Pat
     assert backend.batch_get_v1(KEYS, host_slots) == [False] * 3
     assert backend.batch_set_v1(KEYS, host_slots) == [True] * 3
     backend.clear()
+
+
+def test_each_rank_has_a_part_of_the_directory_and_writes_what_all_have(
+    pools: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_runtime.sglang_patch.ranks import group
+
+    monkeypatch.setattr(group, "num_ranks", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(group, "rank", lambda rank=rank: rank)
+        backend = opened(pools, rank)
+        assert backend.config.is_storage_writer
+        assert backend.batch_exists(KEYS) == 0  # what rank 0 has written is not rank 1's
+        backend.batch_set_v1(KEYS, pools.copy_to_host(SLOTS))
+        backend.close()
+    assert [inspection.statistics(directory / f"rank-{rank}-of-2").records for rank in (0, 1)] == [3, 3]
 
 
 def test_clearing_does_not_keep_the_scheduler(pools: Any, directory: Path) -> None:

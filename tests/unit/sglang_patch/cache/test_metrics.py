@@ -9,6 +9,7 @@ import pytest
 
 from kt_runtime.cache.health import Counters
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
+from kt_runtime.wire.status import CacheTier
 
 
 class Request(SimpleNamespace):
@@ -77,3 +78,25 @@ def test_meta_info_names_every_tier_that_there_is(
 ) -> None:
     streamer = SimpleNamespace(enable_hicache_storage=lambda: with_disk)
     assert cache_metrics.describe_cached_tokens(result, streamer, request()) == expected
+
+
+def disk(rank: int, **values: Any) -> CacheTier:
+    faults = dict.fromkeys(cache_metrics.FAULTS, rank + 1)
+    fields = {"page_tokens": 16, "page_bytes": 64, "used_bytes": 640, "capacity_bytes": 6400, "hits": 7, "misses": 0}
+    fields |= {"pages": 10 + rank, "evictions": 0, "counters": {"hits": 7, "cleared": rank, **faults}}
+    return CacheTier(tier="disk", directory=f"/c/rank-{rank}-of-2", corrupt=rank + 1, **fields, **values)
+
+
+def test_pages_are_those_of_rank_0_and_faults_are_those_of_all_ranks() -> None:
+    both = cache_metrics.with_faults_of({1: disk(1, writing_stopped="No space left on device")}, disk(0))
+    assert (both.pages, both.used_bytes, both.hits, both.directory) == (10, 640, 7, "/c")
+    assert both.counters == {"hits": 7, "cleared": 0, **dict.fromkeys(cache_metrics.FAULTS, 3)}
+    assert both.corrupt == 3
+    assert (both.reading_stopped, both.writing_stopped) == (None, "rank 1: No space left on device")
+    assert cache_metrics.with_faults_of({}, disk(0)) == disk(0)
+
+
+def test_a_rank_keeps_what_the_others_tell_and_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_metrics, "_others", {2: disk(1)})
+    cache_metrics.told({0: disk(0), 1: disk(1)})
+    assert cache_metrics._others == {1: disk(1)}
