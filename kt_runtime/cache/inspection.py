@@ -96,9 +96,12 @@ def verify(
     files = files or DiskFiles()
     check_is_cache(path, files)
     if of_ranks := _parts(path, files):
-        found = [verify(part, files, progress) for part in of_ranks]
-        damaged = tuple(damage for each in found for damage in each.damaged)
-        return Verification(sum(each.records for each in found), damaged, all(each.index_was_right for each in found))
+        verified = [verify(part, files, progress) for part in of_ranks]
+        return Verification(
+            sum(each.records for each in verified),
+            tuple(damage for each in verified for damage in each.damaged),
+            all(each.index_was_right for each in verified),
+        )
     indexed, is_right = _indexed(path, files)
     before = _quarantined(path, files)
     store = PageStore(path, _QUOTA, _ANY, files=files)

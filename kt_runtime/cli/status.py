@@ -57,6 +57,10 @@ def _show_ranks(ranks: list[dict[str, Any]]) -> None:
         place = (str(each["rank"]), str(each["host"]), str(each["pid"]))
         table.add_row(*place, experts, *map(format_bytes, sizes), waits)
     console_of_width(NARROW).print(table)
+    for each in ranks:
+        for what in ("reading", "writing"):
+            if (disk := each.get("disk")) and disk[f"{what}_stopped"]:
+                click.echo(f"rank {each['rank']}: {what} {disk['directory']} has stopped: {disk[f'{what}_stopped']}")
 
 
 def _show_registry(registry: dict[str, Any]) -> None:

@@ -91,6 +91,9 @@ def test_ranks_with_their_experts_and_memory(monkeypatch: pytest.MonkeyPatch) ->
     ranks += [rank | {"rank": 2, "host": 1, "address": "10.0.0.2", "is_slowest": False}]
     said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": ranks}).split())
     assert "2 ranks on 2 hosts: host 0 (), host 1 (10.0.0.2)" in said
+    disk = {"directory": "/c/rank-1-of-2", "reading_stopped": None, "writing_stopped": "No space left on device"}
+    said = " ".join(shown(monkeypatch, STATUS | {"registry": None, "ranks": [ranks[0] | {"disk": disk}]}).split())
+    assert "rank 1: writing /c/rank-1-of-2 has stopped: No space left on device" in said
 
 
 def test_replicas_and_where_a_name_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,14 @@ def test_meta_info_names_every_tier_that_there_is(
 
 def disk(rank: int, **values: Any) -> CacheTier:
     faults = dict.fromkeys(cache_metrics.FAULTS, rank + 1)
-    fields = {"page_tokens": 16, "page_bytes": 64, "used_bytes": 640, "capacity_bytes": 6400, "hits": 7, "misses": 0}
+    fields: dict[str, Any] = {
+        "page_tokens": 16,
+        "page_bytes": 64,
+        "used_bytes": 640,
+        "capacity_bytes": 6400,
+        "hits": 7,
+        "misses": 0,
+    }
     fields |= {"pages": 10 + rank, "evictions": 0, "counters": {"hits": 7, "cleared": rank, **faults}}
     return CacheTier(tier="disk", directory=f"/c/rank-{rank}-of-2", corrupt=rank + 1, **fields, **values)
 
