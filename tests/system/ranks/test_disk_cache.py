@@ -157,12 +157,13 @@ def a_disk_of_one_rank_fails(ranks: Ranks, seed: int, fault: dict[str, Any], exp
     which = "reading_stopped" if fault is BROKEN else "writing_stopped"
 
     def has_stopped() -> bool:
-        found = ranks.ask(seed)
-        assert same(found, expected)
-        assert found.tiers["computed"] == PROMPT_TOKENS
+        assert same(ranks.ask(seed), expected)
         return ranks.disk()[which] is not None
 
     eventually(has_stopped)
+    found = ranks.ask(seed)
+    assert same(found, expected)
+    assert found.tiers["computed"] == PROMPT_TOKENS
     eventually(lambda: inspection.statistics(ranks.part(0)).records >= before + PAGES * (fault is FULL))
     assert ranks.disk()[which].startswith("rank 1: ")
     assert [each[which] is None for each in ranks.disks()] == [True, False]
