@@ -58,7 +58,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
         ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),
         ({"lora_memory_bytes": 1 << 20}, "--lora-memory"),
         ({"max_adapter_disk_bytes": 1 << 20}, "--max-adapter-disk"),
-        ({"passed_on": ("--grammar-backend", "xgrammar")}, "--grammar-backend"),
     ],
 )
 def test_options_for_one_rank_are_refused(given: dict[str, Any], option: str) -> None:
