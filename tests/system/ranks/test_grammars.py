@@ -87,7 +87,7 @@ def generate(api: ServerAPI, prompt: list[int], **sampling: Any) -> httpx.Respon
 
 
 def is_busy(reason: str) -> bool:
-    return "while others waited" in reason or "try again later" in reason
+    return any(each in reason for each in ("while others waited", "try again later", "can't answer now"))
 
 
 def answers_of(api: ServerAPI) -> list[Any]:
