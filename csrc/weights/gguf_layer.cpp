@@ -151,7 +151,8 @@ Status GgufLayer::load_piece(int64_t stored, int64_t expert, Projection part, in
     const int64_t rows = std::min(count * kBlockRows, shape.rows - first_row);
     const int64_t stored_row = stored * shape.rows + first_row;
     auto* bytes = raw.reserve<uint8_t>(rows * row_bytes);
-    KT_RETURN_IF_ERROR(matrices.tensor.file->read(*matrices.tensor.entry, stored_row * row_bytes, rows * row_bytes, bytes));
+    KT_RETURN_IF_ERROR(
+        matrices.tensor.file->read(*matrices.tensor.entry, stored_row * row_bytes, rows * row_bytes, bytes));
     uint8_t* packed = into.piece_data(expert, part, node) + block * shape.block_bytes();
     const int64_t bad = bf16 ? first_not_finite(reinterpret_cast<const uint16_t*>(bytes), rows * shape.cols)
                              : packer->pack(bytes, rows, packed);

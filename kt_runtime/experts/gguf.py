@@ -128,12 +128,12 @@ class GgufTensors:
                 descriptor, path, entry = place
                 for first, blocks in _strips(descriptor, path, name, entry, _Wanted(held.rows, one, columns)):
                     if matrix.fill(part, entry.dtype, first, blocks) >= 0:
-                        raise CheckpointError(f"{path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30")
+                        raise CheckpointError(
+                            f"{path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30"
+                        )
         return PackedWeight(matrix, dtype)
 
-    def split(
-        self, parts: Sequence[Held], dtype: torch.dtype, own: Sequence[torch.Tensor | None]
-    ) -> PackedWeight:
+    def split(self, parts: Sequence[Held], dtype: torch.dtype, own: Sequence[torch.Tensor | None]) -> PackedWeight:
         """As `packed`, a rank's rows: `own` of each part, None: all. Columns of all rows are read when they are asked
         for, as long as the files are open."""
         made = self.packed(parts, dtype, own=own)
