@@ -59,8 +59,8 @@ def _check_blocks(ranks: int, config: Mapping[str, Any]) -> None:
             if inputs % (ranks * block):
                 raise _refused(
                     ranks,
-                    f"{source.name} has {inputs} inputs in blocks of {block} ({kind}), which can't be split evenly over "
-                    f"{ranks} ranks; allowed: a multiple of {ranks * block}",
+                    f"{source.name} has {inputs} inputs in blocks of {block} ({kind}), which can't be split evenly "
+                    f"over {ranks} ranks; allowed: a multiple of {ranks * block}",
                 )
 
 

@@ -1,15 +1,14 @@
 """Grammars on several ranks: rank 0 compiles and matches them, and the other ranks do what it says.
 
-When a grammar is ready, and whether one is ended, depends on clocks and on the machine, so ranks that each had their own
+When a grammar is ready, and whether one is ended, depends on clocks and on the machine: ranks that each had their own
 processes would disagree. Here rank 0 alone has grammars' processes. Where SGLang 0.5.23 asks a grammar something, all
-ranks ask in the same order, as they form the same batches; rank 0 sends what it was told:
+ranks ask in the same order, as they form the same batches; rank 0 sends what it was told, in int32:
 
-| SGLang asks | rank 0 sends, int32 |
-|---|---|
-| is this grammar known? (`BaseGrammarBackend.cache`) | MISSED, FOUND or REFUSED |
-| which queued requests go on? (`GrammarManager.get_ready_grammar_requests`) | for each its place among those, from 1; negative if it ends; 0: it waits |
-| the masks of a step | for each request with a grammar a row of V / 32 words |
-| is this token accepted? how far back? | FAILED, or ACCEPTED and TERMINATED, for each request |
+- is this grammar known (`BaseGrammarBackend.cache`)? MISSED, FOUND or REFUSED
+- which queued requests leave the queue (`GrammarManager.get_ready_grammar_requests`)? For each its place among them,
+  from 1, and negative if it ends; 0: it waits
+- the masks of a step: for each request with a grammar a row of V / 32 words
+- is this token accepted, was it taken back? FAILED, or ACCEPTED and TERMINATED, for each request
 
 Symbols: `GrammarManager.get_ready_grammar_requests`, hooked: SGLang's own agreement, by all ranks' pickles over gloo,
 takes the requests that are ready on all ranks, but leaves what becomes of a grammar to each. `GrammarManager.__init__`,

@@ -1,4 +1,4 @@
-"""GGUF models on two ranks: the answers, adapters and training steps of one rank, bit for bit, from a share of the file.
+"""GGUF models on two ranks: the answers, adapters and training steps of one rank, bit for bit, of a share of it.
 
 Linear layers keep the file's blocks. Ranks have rows of them; for backward they have columns of all rows, whole blocks.
 """
