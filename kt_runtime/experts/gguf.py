@@ -211,8 +211,10 @@ class _Wanted:
 
 
 def _strips(descriptor: int, path: Path, name: str, entry: Entry, wanted: _Wanted) -> Iterator[tuple[int, Any]]:
-    """(first row, blocks uint8 [rows, bytes of a row]) of what is wanted of a matrix, 16 rows or a multiple at a time, in
-    Hugging Face's order. Reads the file from the first to the last place of a strip's rows."""
+    """(first row, blocks uint8 [rows, bytes of a row]) of what is wanted of a matrix, in multiples of 16 rows.
+
+    They have Hugging Face's order. Reads the file from the first to the last place of a strip's rows.
+    """
     import numpy as np
 
     row_bytes = (entry.stop - entry.start) // entry.shape[0]
