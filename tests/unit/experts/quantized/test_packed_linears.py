@@ -199,7 +199,9 @@ def test_a_ranks_rows_and_columns_have_the_bits_of_the_whole_matrix(
     with GgufTensors([tmp_path / "m.gguf"]) as tensors:
         whole = tensors.packed([held], torch.bfloat16)
         part = tensors.split([held], torch.bfloat16, [own])
-        right = part.detach().columns(range(256, 512))
+        taken = part.detach()
+        assert isinstance(taken, PackedWeight)
+        right = taken.columns(range(256, 512))
     products, expected = dense.linear(x, part), dense.linear(x, whole)
     assert torch.equal(products[:, :-4], expected[:, own[:-4]])
     assert not products[:, -4:].any()
