@@ -191,7 +191,7 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
         if not has_cuda_kernels:
             values["attention-backend"] = ACCELERATOR_ATTENTION
     if options.tp_size > 1:
-        values |= {"tp-size": options.tp_size, "ep-size": options.tp_size, "grammar-backend": "none"}
+        values |= {"tp-size": options.tp_size, "ep-size": options.tp_size}
     if options.nnodes > 1:
         values |= {"nnodes": options.nnodes, "node-rank": options.node_rank}
         values |= {"dist-init-addr": str(options.dist_init_addr)}

@@ -36,7 +36,7 @@ PATCHES = (
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.prefetches", "cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),
-    *("grammar.stop_patterns", "grammar.backend", "resident.latencies", "resident.turns", "warm_up"),
+    *("grammar.stop_patterns", "grammar.backend", "grammar.ranks", "resident.latencies", "resident.turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = (
     "hooks",

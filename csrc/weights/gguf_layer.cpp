@@ -129,7 +129,7 @@ Status GgufLayer::open(const Checkpoint& checkpoint, const std::string& prefix, 
   return {};
 }
 
-Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLayer& into) const {
+Status GgufLayer::load_piece(int64_t stored, int64_t expert, Projection part, int node, ExpertLayer& into) const {
   const GgufType& type = *type_of(part);
   const Matrices& matrices = matrices_[part];
   const PackedShape shape = into.shape_of(part);
@@ -139,7 +139,7 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
   const bool bf16 = !type.format.integer();
   if (node == 0 && into.mlp().has_bias) {
     TensorPart bias = matrices.bias;
-    bias.first = expert * shape.rows;
+    bias.first = stored * shape.rows;
     KT_RETURN_IF_ERROR(read_bias(bias, shape.rows, 1, into.bias_data(expert, part)));
   }
   AlignedBuffer raw;
@@ -149,16 +149,17 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
     const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
     const int64_t first_row = (piece.first + block) * kBlockRows;
     const int64_t rows = std::min(count * kBlockRows, shape.rows - first_row);
-    const int64_t stored = expert * shape.rows + first_row;  // a row of the tensor
+    const int64_t stored_row = stored * shape.rows + first_row;
     auto* bytes = raw.reserve<uint8_t>(rows * row_bytes);
-    KT_RETURN_IF_ERROR(matrices.tensor.file->read(*matrices.tensor.entry, stored * row_bytes, rows * row_bytes, bytes));
+    KT_RETURN_IF_ERROR(
+        matrices.tensor.file->read(*matrices.tensor.entry, stored_row * row_bytes, rows * row_bytes, bytes));
     uint8_t* packed = into.piece_data(expert, part, node) + block * shape.block_bytes();
     const int64_t bad = bf16 ? first_not_finite(reinterpret_cast<const uint16_t*>(bytes), rows * shape.cols)
                              : packer->pack(bytes, rows, packed);
     if (bad >= 0)
       return bad_checkpoint(where(part) + " holds a " + (bf16 ? "weight" : "scale") +
                             " that is NaN, infinite or above 1e30 in block " +
-                            std::to_string(stored * blocks_of_row + bad) + " of " + type.name);
+                            std::to_string(stored_row * blocks_of_row + bad) + " of " + type.name);
     if (bf16) pack_blocks({{rows, shape.cols, type.format}, bytes, nullptr, nullptr}, 0, count, packed);
   }
   return {};

@@ -46,8 +46,9 @@ class GgufLayer {
   Format in_format() const { return type_of(kUp)->format; }
   Format out_format() const { return type_of(kDown)->format; }
 
-  // Packs the part of an expert's matrix that lies on a node, strip by strip. Checks every scale (BF16: every weight).
-  Status load_piece(int64_t expert, Projection part, int node, ExpertLayer& into) const;
+  // Packs the part of a matrix of the layer's `expert` that lies on a node, strip by strip. The tensors have it as
+  // expert `stored`. Checks every scale (BF16: every weight).
+  Status load_piece(int64_t stored, int64_t expert, Projection part, int node, ExpertLayer& into) const;
 
  private:
   const GgufType* type_of(Projection part) const { return matrices_[part].type; }

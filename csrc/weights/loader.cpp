@@ -111,18 +111,18 @@ Status load_gguf_layer(const Checkpoint& checkpoint, const std::string& prefix, 
                        const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
   GgufLayer source;
   KT_RETURN_IF_ERROR(GgufLayer::open(checkpoint, prefix, table, &source));
-  if (options.num_experts != 0)
-    return invalid_value("the experts under '" + prefix + "' are in a GGUF file, of which all are loaded");
   if (!options.format.empty())
     return invalid_value("expert format '" + options.format +
                          "' quantizes bf16 and fp8 checkpoints, but the experts "
                          "under '" +
                          prefix + "' are served as the GGUF file has them: leave the expert format out");
+  ExpertShape shape;
+  KT_RETURN_IF_ERROR(shape_of_layer(table.shape, options, &shape));
   return load_pieces(
       options,
-      std::make_shared<ExpertLayer>(table.shape, source.in_format(), source.out_format(), options.num_nodes, table.mlp),
+      std::make_shared<ExpertLayer>(shape, source.in_format(), source.out_format(), options.num_nodes, table.mlp),
       [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
-        return source.load_piece(expert, part, node, into);
+        return source.load_piece(options.first_expert + expert, expert, part, node, into);
       },
       layer);
 }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families.gguf import Held, Values
 from kt_runtime.families.gguf.layout import Order
 from kt_runtime.files import read_at
-from kt_runtime.gguf_file import BLOCKS, GgufFile, open_gguf
+from kt_runtime.gguf_file import BLOCKS, open_gguf
 
 METHOD = "gguf"
 """`quant_method` of the config.json of a directory that stands for a GGUF model (serve/models/gguf_model.py); `files`
@@ -60,11 +62,11 @@ class GgufTensors:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._stack = contextlib.ExitStack()
-        self._tensors: dict[str, tuple[int, GgufFile, Entry]] = {}
+        self._tensors: dict[str, tuple[int, Path, Entry]] = {}
         with contextlib.ExitStack() as opened:
             for path in files:
                 descriptor, file = opened.enter_context(open_gguf(path))
-                self._tensors |= {name: (descriptor, file, entry) for name, entry in file.tensors.items()}
+                self._tensors |= {name: (descriptor, file.path, entry) for name, entry in file.tensors.items()}
             self._stack = opened.pop_all()
 
     def __enter__(self) -> GgufTensors:
@@ -83,12 +85,12 @@ class GgufTensors:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor as `dtype`, rounded once from float32. Raises CheckpointError for one that is missing, can't be
         read, or holds NaN or infinity."""
-        descriptor, file, entry = self._found(name)
+        descriptor, path, entry = self._found(name)
         out = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1], dtype=dtype)
         row = 0
-        for values in _rows(descriptor, file.path, name, entry):
+        for values in _rows(descriptor, path, name, entry):
             if not torch.isfinite(values).all():
-                raise CheckpointError(f"{file.path}: tensor {name!r} holds NaN or infinity")
+                raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinity")
             out[row : row + len(values)] = values
             row += len(values)
         return out.reshape(entry.shape)
@@ -98,27 +100,50 @@ class GgufTensors:
         exact = dtype if held.values in (Values.SAME, Values.SPLIT_BY_HEAD) else torch.float32
         return from_parts(held, [self.read(part.name, exact) for part in held.parts]).to(dtype)
 
-    def packed(self, parts: Sequence[Held], dtype: torch.dtype) -> PackedWeight:
+    def packed(
+        self,
+        parts: Sequence[Held],
+        dtype: torch.dtype,
+        *,
+        own: Sequence[torch.Tensor | None] = (),
+        columns: range | None = None,
+    ) -> PackedWeight:
         """The matrices of these tensors below each other, with the blocks' own codes and scales.
 
-        `parts`: each `is_matrix_as_it_is`. `dtype`: of the activations. Raises CheckpointError for a tensor that is
-        missing, can't be read, or has a scale that is NaN, infinite or above 1e30.
+        `parts`: each `is_matrix_as_it_is`. `dtype`: of the activations. `own`: of each part the numbers of the rows
+        that are wanted, those behind its last row being zeros; None: all. `columns`: those that are wanted, whole
+        blocks; None: all. Raises CheckpointError for a tensor that is missing, can't be read, or has a scale that is
+        NaN, infinite or above 1e30.
         """
         names = [part.parts[0].name for part in parts]
         found = [self._found(name) for name in names]
+        wanted = [*own] or [None] * len(parts)
+        rows = [entry.shape[0] if one is None else len(one) for (_, _, entry), one in zip(found, wanted, strict=True)]
+        width = found[0][2].shape[1] if columns is None else len(columns)
         with translated_errors():
             matrix = _experts.PackedMatrix(
-                [(entry.dtype, entry.shape[0]) for _, _, entry in found], found[0][2].shape[1]
+                [(entry.dtype, count) for (_, _, entry), count in zip(found, rows, strict=True)], width
             )
-            for part, (name, held, (descriptor, file, entry)) in enumerate(zip(names, parts, found, strict=True)):
-                for first, blocks in _strips(descriptor, file.path, name, entry, held.rows):
+            for part, (name, held, place, one) in enumerate(zip(names, parts, found, wanted, strict=True)):
+                descriptor, path, entry = place
+                for first, blocks in _strips(descriptor, path, name, entry, _Wanted(held.rows, one, columns)):
                     if matrix.fill(part, entry.dtype, first, blocks) >= 0:
                         raise CheckpointError(
-                            f"{file.path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30"
+                            f"{path}: tensor {name!r} holds a scale that is NaN, infinite or above 1e30"
                         )
         return PackedWeight(matrix, dtype)
 
-    def _found(self, name: str) -> tuple[int, GgufFile, Entry]:
+    def split(self, parts: Sequence[Held], dtype: torch.dtype, own: Sequence[torch.Tensor | None]) -> PackedWeight:
+        """As `packed`, a rank's rows: `own` of each part, None: all. Columns of all rows are read when they are asked
+        for, as long as the files are open."""
+        made = self.packed(parts, dtype, own=own)
+        readers = [partial(self._columns, part, dtype) for part in parts]
+        return PackedWeight(made.native, dtype, readers)
+
+    def _columns(self, part: Held, dtype: torch.dtype, which: range) -> PackedWeight:
+        return self.packed([part], dtype, columns=which)
+
+    def _found(self, name: str) -> tuple[int, Path, Entry]:
         if name not in self._tensors:
             raise CheckpointError(f"tensor {name!r} is missing in the GGUF model")
         return self._tensors[name]
@@ -160,19 +185,54 @@ def to_parts(held: Held, tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(tensor.split([part.shape[0] for part in held.parts]))
 
 
-def _strips(descriptor: int, path: Path, name: str, entry: Entry, order: Order | None) -> Iterator[tuple[int, Any]]:
-    """(first row, blocks uint8 [rows, bytes of a row]) of a matrix, whole blocks of 16 rows at a time, in Hugging
-    Face's order. `order`: Hugging Face's row at each place of the file; None: the same order."""
+@dataclass(frozen=True)
+class _Wanted:
+    """Of a matrix. `order`: Hugging Face's row at each place of the file, None: the same order. `own`, `columns`: as of
+    `GgufTensors.packed`."""
+
+    order: Order | None
+    own: torch.Tensor | None
+    columns: range | None
+
+    def places(self, rows: int) -> tuple[Any, int]:
+        """Where the wanted rows lie in the file, without those behind the last, and how many there are with them."""
+        import numpy as np
+
+        numbers = np.arange(rows) if self.own is None else self.own.numpy()
+        there = numbers[numbers < rows]
+        return there if self.order is None else np.argsort(self.order)[there], len(numbers)
+
+    def part_of_row(self, kind: str, row_bytes: int) -> slice:
+        """The bytes of the wanted columns."""
+        if self.columns is None:
+            return slice(0, row_bytes)
+        per_block, block_bytes = BLOCKS[kind]
+        return slice(self.columns.start // per_block * block_bytes, self.columns.stop // per_block * block_bytes)
+
+
+def _strips(descriptor: int, path: Path, name: str, entry: Entry, wanted: _Wanted) -> Iterator[tuple[int, Any]]:
+    """(first row, blocks uint8 [rows, bytes of a row]) of what is wanted of a matrix, in multiples of 16 rows.
+
+    They have Hugging Face's order. Reads the file from the first to the last place of a strip's rows.
+    """
     import numpy as np
 
-    rows = entry.shape[0]
-    row_bytes = (entry.stop - entry.start) // rows
-    at_once = rows if order else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
+    row_bytes = (entry.stop - entry.start) // entry.shape[0]
+    places, rows = wanted.places(entry.shape[0])
+    of_row = wanted.part_of_row(entry.dtype, row_bytes)
+    at_once = rows if wanted.order else max(16, _STRIP_BYTES // row_bytes // 16 * 16)
     for first in range(0, rows, at_once):
-        count = min(at_once, rows - first)
-        data = _read_part(descriptor, path, name, entry, first * row_bytes, count * row_bytes)
-        blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
-        yield first, np.ascontiguousarray(blocks[np.argsort(order)]) if order else blocks
+        count, at = min(at_once, rows - first), places[first : first + at_once]
+        blocks = np.zeros((0, row_bytes), np.uint8)
+        if len(at):
+            begin, end = int(at.min()), int(at.max()) + 1
+            data = _read_part(descriptor, path, name, entry, begin * row_bytes, (end - begin) * row_bytes)
+            blocks = np.frombuffer(data, np.uint8).reshape(end - begin, row_bytes)
+            if not np.array_equal(at, np.arange(begin, end)):
+                blocks = blocks[at - begin]
+        if len(at) < count:
+            blocks = np.concatenate([blocks, np.zeros((count - len(at), row_bytes), np.uint8)])
+        yield first, np.ascontiguousarray(blocks[:, of_row])
 
 
 def _read_part(descriptor: int, path: Path, name: str, entry: Entry, start: int, size: int) -> bytes:

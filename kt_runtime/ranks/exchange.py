@@ -35,3 +35,7 @@ class Exchange(Protocol):
         """rows [counts[rank], C] of each rank -> [sum of counts, C / N]: this rank's columns of the rows of rank 0,
         then of rank 1, and so on."""
         ...
+
+    def rows_of_first(self, rows: Tensor, count: int) -> Tensor:
+        """[count, C] of rank 0, of another rank any [0, C] of that dtype -> those of rank 0, on all ranks."""
+        ...

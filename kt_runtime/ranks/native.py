@@ -56,6 +56,13 @@ class NativeExchange:
             self.native.gather_rows(capsule(rows.contiguous(), "rows"), list(counts), capsule(received, "received"))
         return received
 
+    def rows_of_first(self, rows: Tensor, count: int) -> Tensor:
+        received = torch.empty((count, rows.shape[1]), dtype=rows.dtype)
+        counts = [count, *[0] * (self.share.num_ranks - 1)]
+        with translated_errors():
+            self.native.gather_rows(capsule(rows.contiguous(), "rows"), counts, capsule(received, "received"))
+        return received
+
 
 def shared_memory_of(group: dist.ProcessGroup, patience_seconds: float = PATIENCE_SECONDS) -> NativeExchange:
     """Of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all ranks, if one

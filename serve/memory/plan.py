@@ -186,7 +186,9 @@ def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
         return 0
     linear = _linear_parameters(config, is_whole=False)
     head = integer(config, "vocab_size") * integer(config, "hidden_size")
-    return (linear + head) * shape.activation_bytes
+    whole = {f"{module.name}.weight" for module in family_for(config).lora_modules(config) if module.is_whole}
+    saved = _saved_bytes(config, shape, but=whole) if shape.device == "cpu" else 0
+    return (linear + head) * shape.activation_bytes + saved
 
 
 def _linear_parameters(config: Mapping[str, Any], *, is_whole: bool) -> int:
@@ -199,9 +201,9 @@ def _linear_parameters(config: Mapping[str, Any], *, is_whole: bool) -> int:
     )
 
 
-def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """What linear layers that stay quantized take more than dequantized ones: below 0."""
-    kinds = gguf.packed_tensors(config)
+def _saved_bytes(config: Mapping[str, Any], shape: ServingShape, but: Collection[str] = ()) -> int:
+    """What linear layers that stay quantized take more than dequantized ones: below 0. `but`: tensors to leave out."""
+    kinds = {name: kind for name, kind in gguf.packed_tensors(config).items() if name not in but}
     if not kinds:
         return 0
     sizes = {source.name: source.shape for source in family_for(config).twin_sources(config) if source.name in kinds}

@@ -7,15 +7,18 @@ reads.
 
 `serve/models/gguf_model.py` says in the config which layers these are: those of the native step's table and the head,
 where all of a layer's tensors have a type that the kernels multiply. SGLang's modules (`linear.py`), the native step
-and the training twin multiply by the same packed matrix. Beside an accelerator, and split over ranks, they are
-dequantized.
+and the training twin multiply by the same packed matrix. Beside an accelerator they are dequantized.
+
+All layers that ranks split are split by outputs, which are rows: a rank packs its rows of each tensor, and no block is
+cut. Training needs columns of all rows, too (`resident/twin/split.py`); the files stay open for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,18 @@ import torch
 from kt_runtime.experts.gguf import GgufTensors, gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import TensorSource
+from kt_runtime.ranks import Pieces, Share
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.store import keeps_experts_in_store, model_config
 
 SYMBOLS = (
     "sglang.srt.model_loader.loader.DefaultModelLoader.load_model",
     "sglang.srt.runtime_context.get_parallel",
 )
+
+HEAD = "lm_head.weight"
 
 _is_on = False
 
@@ -48,7 +55,7 @@ def names(config: Mapping[str, Any]) -> Mapping[str, str]:
     config.json."""
     from sglang.srt.runtime_context import get_parallel
 
-    if not _is_on or get_parallel().tp_size * get_parallel().pp_size > 1:
+    if not _is_on or get_parallel().pp_size > 1:
         return {}
     return gguf.packed_tensors(config)
 
@@ -61,17 +68,39 @@ def _keep_packed(model: Any, *args: Any, **kwargs: Any) -> None:
     files = gguf_files(content.get("quantization_config"))
     if not files or not (packed := names(content)):
         return
+    family = family_for(content)
     parts: dict[str, list[TensorSource]] = defaultdict(list)
-    for source in family_for(content).twin_sources(content):
+    for source in family.twin_sources(content):
         if source.name in packed:
             parts[source.source].append(source)
+    pieces = {f"{module.name}.weight": module.pieces for module in family.lora_modules(content)}
+    exchange = group.exchange()
     size = 0
-    with GgufTensors(files) as tensors:
+    with contextlib.ExitStack() as stack:
+        tensors = GgufTensors(files)
+        if exchange is None:
+            stack.enter_context(tensors)
         for parameter, sources in parts.items():
             sources.sort(key=lambda source: source.start)
             held = [gguf.held(content, each.name, each.shape, tensors.names()) for each in sources]
-            weight = tensors.packed(held, config.dtype)
             module = model.get_submodule(parameter.rpartition(".")[0])
+            own = None if exchange is None else own_rows(sources, len(module.weight), exchange.share, pieces)
+            weight = tensors.packed(held, config.dtype) if own is None else tensors.split(held, config.dtype, own)
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
             size += weight.nbytes
     progress.logger.info("%d linear layers keep the file's quantized matrices: %.2f GB", len(parts), size / 1e9)
+
+
+def own_rows(
+    sources: Sequence[TensorSource], count: int, share: Share, pieces: Mapping[str, tuple[int, ...]]
+) -> list[torch.Tensor] | None:
+    """The numbers of this rank's rows of each tensor; None: a rank has all.
+
+    `count`: rows of the parameter that SGLang has made for a rank. `pieces`: as of `LoraModule`, by tensor.
+    """
+    if count >= sum(source.shape[0] for source in sources):
+        return None
+    if sources[0].name == HEAD:  # padded: the last ranks may have rows behind the vocabulary
+        return [torch.arange(share.rank * count, (share.rank + 1) * count)]
+    sizes = [pieces.get(source.name) or (source.shape[0],) for source in sources]
+    return [Pieces(share, each).own(torch.arange(sum(each))) for each in sizes]

@@ -18,6 +18,8 @@ Symbols and reasons:
 - `GrammarManager.get_ready_grammar_requests`: hooked. SGLang answers 400 for a grammar that finds no free process or
   waits too long in the queue; the hook answers 503.
 - `sglang.srt.constrained.grammar_manager.GrammarManager.__init__`: hooked, to install all this only in the scheduler.
+
+On several ranks, rank 0 does so, and tells the others (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 from kt_runtime.sglang_patch.grammar.log import shortened
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.ranks import group
 
 BACKEND = "sglang.srt.constrained.xgrammar_backend"
 MANAGER = "sglang.srt.constrained.grammar_manager.GrammarManager"
@@ -65,32 +68,58 @@ def install(hooks: Hooks) -> None:
 def use_processes(*_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.constrained import base_grammar_backend, xgrammar_backend
 
-    from kt_runtime.sglang_patch.grammar import client as grammar_client
     from kt_runtime.sglang_patch.grammar import log as grammar_log
 
-    if xgrammar_backend.GrammarCompiler is grammar_client.GrammarCompiler:
+    compiler, matcher = classes()
+    if xgrammar_backend.GrammarCompiler is compiler:
         return
-    xgrammar_backend.GrammarCompiler = grammar_client.GrammarCompiler
-    xgrammar_backend.GrammarMatcher = grammar_client.GrammarMatcher
+    xgrammar_backend.GrammarCompiler = compiler
+    xgrammar_backend.GrammarMatcher = matcher
     base_grammar_backend.BaseGrammarObject.fill_vocab_mask_batched = staticmethod(fill_together)
     bounded_after_init(base_grammar_backend.BaseGrammarBackend)
     grammar_log.shorten_logs()
+
+
+def classes() -> tuple[type, type]:
+    """This rank's compiler and matcher."""
+    from kt_runtime.sglang_patch.grammar import client as grammar_client
+    from kt_runtime.sglang_patch.grammar import ranks
+
+    if group.rank() > 0:
+        return ranks.FollowingCompiler, ranks.FollowingMatcher
+    matcher = ranks.LeadingMatcher if group.num_ranks() > 1 else grammar_client.GrammarMatcher
+    return grammar_client.GrammarCompiler, matcher
 
 
 def bound_queue_and_cache(backend: Any) -> None:
     """Replaces the backend's thread pool and dict. Of two nested backends, the outer one is created last and used."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
+    from kt_runtime.sglang_patch.grammar import ranks
     from kt_runtime.sglang_patch.grammar.client import GrammarCompiler
     from kt_runtime.sglang_patch.grammar.queue import GrammarCache, GrammarExecutor
 
+    if group.rank() > 0:
+        backend.executor, backend.cache = ranks.FollowingExecutor(), ranks.FollowingCache(backend)
+        return
     backend.executor = GrammarExecutor()
-    backend.cache = GrammarCache(process_of, InvalidGrammarObject)
+    kind = ranks.LeadingCache if group.num_ranks() > 1 else GrammarCache
+    backend.cache = kind(process_of, InvalidGrammarObject)
     GrammarCompiler.room.evict = backend.cache.evict
 
 
 def fill_together(entries: list[Any], vocab_mask: Any) -> None:
-    """Fills the masks of a batch. `entries`: rows of `vocab_mask` and the grammars that fill them."""
+    """Fills the masks of a batch, on all ranks. `entries`: rows of `vocab_mask` and the grammars that fill them."""
+    exchange = group.exchange()
+    if exchange is None:
+        fill_here(entries, vocab_mask)
+    else:
+        from kt_runtime.sglang_patch.grammar.ranks import fill_on_ranks
+
+        fill_on_ranks(exchange, entries, vocab_mask, fill_here)
+
+
+def fill_here(entries: list[Any], vocab_mask: Any) -> None:
     from kt_runtime.sglang_patch.grammar.client import collect_masks
 
     collect_masks(matcher for entry in entries if (matcher := matcher_of(entry.grammar)) is not None)

@@ -8,6 +8,10 @@ rank gets the inputs of all, and has some rows of the weight. All other layers t
 SGLang's layer boundaries add up the ranks' results; `Share.placed` makes that sum exact. A layer that adds them up
 itself (OLMoE's) gives the whole result here. A layer's group is then None, by which SGLang means one rank: it adds the
 layer's bias, of which each rank has its rows, on every rank, and sums nothing up.
+
+`configs.update_config.update_intermediate_size`: not used with several ranks. On CPUs it pads widths in the config to
+multiples of 32 for each rank, for kernels of SGLang's. Experts are whole on their rank, so LoRA's buffers then do not
+fit them (64 units, four ranks). Widths that ranks do not divide are refused before (`serve/ranks.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ SYMBOLS = (
     f"{POOL}.get_lora_A_shape",
     f"{POOL}.get_lora_B_shape",
     f"{POOL}._dense_local_dim",
+    "sglang.srt.configs.update_config.update_intermediate_size",
 )
 SPLIT_BY_OUTPUTS = ("o_proj", "out_proj", "down_proj")
 """Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
@@ -45,6 +50,11 @@ def install(hooks: Hooks) -> None:
         hooks.around(forward_with_lora, forward_of_all_inputs)
         hooks.after(a_shape, whole_a)
         hooks.after(b_shape, own_rows_of_b)
+        hooks.around(SYMBOLS[-1], keep_width)
+
+
+def keep_width(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    return config if group.num_ranks() > 1 else original(config, *args, **kwargs)
 
 
 def split_by_outputs(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ that it replaces. `experts.dense` multiplies by it. It has no elements: PyTorch'
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +21,24 @@ class PackedWeight(torch.Tensor):
     """[N, K] of `dtype`, the dtype of the activations that it multiplies: of the model.
 
     Of several tensors below each other, whose formats may differ. A slice of rows must be whole tensors of them.
+    `readers`: where these are a rank's rows, of each tensor what reads some columns of all its rows.
     """
 
     native: _experts.PackedMatrix
+    readers: tuple[Callable[[range], PackedWeight], ...]
     _address: int
 
     @staticmethod
-    def __new__(cls, native: _experts.PackedMatrix, dtype: torch.dtype) -> PackedWeight:
+    def __new__(
+        cls,
+        native: _experts.PackedMatrix,
+        dtype: torch.dtype,
+        readers: Sequence[Callable[[range], PackedWeight]] = (),
+    ) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls, (native.rows, native.cols), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
-        made.native = native
+        made.native, made.readers = native, tuple(readers)
         made._address = made.content().data_ptr()
         return made
 
@@ -41,10 +49,15 @@ class PackedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _SAME:
-            return cls(args[0].native, args[0].dtype)
+            return cls(args[0].native, args[0].dtype, args[0].readers)
         raise InvalidValueError(f"{func} of a packed matrix: only linear layers of kt-runtime can use it")
 
-    def __init__(self, native: _experts.PackedMatrix, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        native: _experts.PackedMatrix,
+        dtype: torch.dtype,
+        readers: Sequence[Callable[[range], PackedWeight]] = (),
+    ) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -58,7 +71,17 @@ class PackedWeight(torch.Tensor):
         if step != 1 or start not in starts or stop not in ends or stop <= start:
             raise InvalidValueError(f"rows {start}:{stop} of a packed matrix, whose tensors end at rows {ends}")
         first = starts.index(start)
-        return PackedWeight(self.native.slice(first, ends.index(stop) + 1 - first), self.dtype)
+        last = ends.index(stop) + 1
+        return PackedWeight(self.native.slice(first, last - first), self.dtype, self.readers[first:last])
+
+    def columns(self, which: range) -> PackedWeight:
+        """[O, len(which)]: these columns, whole blocks, of all O rows of the tensor of which this has a rank's rows.
+
+        Read anew from the file, with its errors. InvalidValueError: these are not a rank's rows of one tensor.
+        """
+        if len(self.readers) != 1:
+            raise InvalidValueError(f"columns of a packed matrix of {len(self.readers)} tensors that are split; of one")
+        return self.readers[0](which)
 
     def content(self) -> torch.Tensor:
         """The packed bytes: a uint8 tensor over the same memory, for reading."""

@@ -14,7 +14,7 @@ columns: q, k and v those of some heads, the output projection some of its outpu
 A column of a product depends on its own row of the weight alone, so columns can be computed anywhere. The gradient of a
 layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. A rank therefore
 holds for backward, beside its rows of each weight, all rows of its columns (`SplitWeight.columns`): the same size once
-more. Ranks send each other these columns once, when training begins.
+more. Ranks send each other these columns once, when training begins; of a matrix that stays quantized they read them.
 
 Between the product with the base and the exchange of the results, a layer's activations have their whole width, of
 which a rank has its columns (`Share.placed`): autograd then adds up gradients in the order of one process.
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from kt_runtime.experts import dense
 from kt_runtime.experts.collected import Place, place_of
+from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import TensorSource
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
 from kt_runtime.ranks import Exchange, Pieces, Share
@@ -70,8 +71,10 @@ class SplitWeight:
 
     def fetch(self) -> None:
         """All ranks make this call; backward needs it."""
-        if self.columns is None:
-            rows = self.rows.detach()
+        rows = self.rows.detach()
+        if self.columns is None and isinstance(rows, PackedWeight):
+            self.columns = rows.columns(self.exchange.share.of(rows.shape[1], "inputs"))
+        elif self.columns is None:
             joined = self.exchange.columns_of_rows(rows, [len(rows)] * self.exchange.share.num_ranks)
             self.columns = self.outputs.ordered(joined, 0)
 

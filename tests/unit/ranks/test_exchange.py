@@ -51,6 +51,20 @@ def test_each_rank_gets_its_columns_of_all_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_get_the_rows_of_rank_0(kind: str) -> None:
+    """Also where the number of ranks does not divide their columns, and where there are none."""
+
+    def work(exchange: Exchange) -> list[torch.Tensor]:
+        rows = torch.arange(10, dtype=torch.int32).view(2, 5)
+        own = rows if exchange.share.rank == 0 else rows[:0]
+        return [exchange.rows_of_first(own, 2), exchange.rows_of_first(rows[:0], 0)]
+
+    for some, none in run_ranks(3, work, kind):
+        assert torch.equal(some, torch.arange(10, dtype=torch.int32).view(2, 5))
+        assert none.shape == (0, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_many_pieces_and_many_messages(kind: str) -> None:
     """Rows that fill two buffers and a part of a third, on one rank only; then one small message after another."""
     rows, columns = 700, 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
         ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),
         ({"lora_memory_bytes": 1 << 20}, "--lora-memory"),
         ({"max_adapter_disk_bytes": 1 << 20}, "--max-adapter-disk"),
-        ({"passed_on": ("--grammar-backend", "xgrammar")}, "--grammar-backend"),
     ],
 )
 def test_options_for_one_rank_are_refused(given: dict[str, Any], option: str) -> None:
@@ -97,9 +95,18 @@ def test_a_family_that_is_not_split_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with_ranks(TWO, QWEN)
 
 
-def test_a_gguf_model_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="--tp-size 2: a GGUF model is not split over ranks"):
-        with_ranks(TWO, {**QWEN, "quantization_config": {"quant_method": "gguf", "files": [str(Path("a.gguf"))]}})
+def gguf_config(**dense: str) -> dict[str, Any]:
+    names = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in dense.items()}
+    return {**QWEN, "quantization_config": {"quant_method": "gguf", "files": ["a.gguf"], "dense": names}}
+
+
+def test_a_block_of_a_gguf_models_matrix_is_not_cut() -> None:
+    """Of 128 inputs two ranks have 64 each: two blocks of Q8_0, a quarter of one of Q4_K."""
+    assert QWEN["hidden_size"] == 128
+    assert with_ranks(TWO, gguf_config(q_proj="Q8_0")).tp_size == 2
+    problem = r"--tp-size 2: .*q_proj\.weight has 128 inputs in blocks of 256 \(Q4_K\), which can't be split .* 2 ranks"
+    with pytest.raises(InvalidValueError, match=problem):
+        with_ranks(TWO, gguf_config(v_proj="Q8_0", q_proj="Q4_K"))
 
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

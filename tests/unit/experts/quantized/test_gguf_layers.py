@@ -80,6 +80,20 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("share", [range(2), range(1, 3)])
+def test_a_share_of_the_experts_has_the_bits_of_all(
+    layer_of: Callable[[str], tuple[Path, ReferenceExperts]], kind: str, share: range
+) -> None:
+    directory, experts = layer_of(kind)
+    whole, part = opened(directory, experts), opened(directory, experts, share=share)
+    x = torch.randn(5, experts.gate.shape[2], generator=torch.Generator().manual_seed(2))
+    for own, expert in enumerate(share):
+        ids = torch.full((5, 1), expert)
+        expected = whole.forward(x, ids, torch.ones(5, 1))
+        assert torch.equal(part.forward(x, ids - expert + own, torch.ones(5, 1)), expected)
+
+
 @pytest.fixture(scope="module")
 def layer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, ReferenceExperts]]:
     """layer_of(name) -> the directory of a layer's file, and what it stands for: written once for all that read it."""

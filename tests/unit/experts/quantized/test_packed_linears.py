@@ -181,3 +181,30 @@ def test_a_bad_scale_is_refused_with_its_tensor(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"m.gguf: tensor 'blk.0.attn_v.weight' holds a scale that is NaN"),
     ):
         tensors.packed([as_it_is(name) for name in names], torch.float32)
+
+
+@pytest.mark.parametrize("order", [None, "reversed"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_a_ranks_rows_and_columns_have_the_bits_of_the_whole_matrix(
+    tmp_path: Path, kind: str, order: str | None
+) -> None:
+    """Rows of several runs, rows behind the last, and half of the columns for the gradient."""
+    blocks, _ = matrices([kind] * 3)
+    write_tensors(tmp_path / "m.gguf", {"m": (kind, blocks[0])})
+    count = len(blocks[0])
+    shape = (count, 512)
+    held = Held("m", shape, (Part("m", shape),), tuple(reversed(range(count))) if order else None)
+    own = torch.cat([torch.arange(5, 21), torch.arange(count - 3, count + 4)])
+    x, by_out = rows(7, 512).bfloat16(), rows(7, count).bfloat16()
+    with GgufTensors([tmp_path / "m.gguf"]) as tensors:
+        whole = tensors.packed([held], torch.bfloat16)
+        part = tensors.split([held], torch.bfloat16, [own])
+        taken = part.detach()
+        assert isinstance(taken, PackedWeight)
+        right = taken.columns(range(256, 512))
+    products, expected = dense.linear(x, part), dense.linear(x, whole)
+    assert torch.equal(products[:, :-4], expected[:, own[:-4]])
+    assert not products[:, -4:].any()
+    assert torch.equal(dense.linear_backward(by_out, right), dense.linear_backward(by_out, whole)[:, 256:])
+    with pytest.raises(InvalidValueError, match="columns of a packed matrix of 0 tensors"):
+        whole.columns(range(256))

@@ -1,0 +1,52 @@
+"""What clients of a server of ranks see, to be compared with one rank's bit for bit: answers, and a session."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from reference.server.greedy import Answer, ask
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.wire import Batch
+from kt_runtime.wire.messages import LoraSettings
+
+STEPS = 10
+LENGTHS = (1, 7, 33, 150)  # in chunks of 64 tokens, windows of 16 and chunks of attention of 48
+
+
+def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
+    """Of the base and of an adapter on all modules, alone and in one batch."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 700, (length,), generator=generator).tolist() for length in LENGTHS]
+    api.post("/kt/adapters", {"name": "given", "path": str(directory / "given")})
+    found = [ask(api, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2 * len(LENGTHS)) as pool:
+        asked = [pool.submit(ask, api, [5, *prompt], name) for prompt in prompts for name in (None, "given")]
+        return [*found, *(each.result() for each in asked)]
+
+
+def trained(api: ServerAPI, directory: Path, name: str) -> dict[str, Any]:
+    """What a client sees of ten steps, and the checkpoint's files."""
+    random = np.random.default_rng(5)
+    rows = [random.integers(3, 700, length).tolist() for length in (80, 21, 8)]
+    batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
+    found: dict[str, Any] = {}
+    with resident_client(api) as client:
+        client.create_session("all", LoraSettings(rank=4, alpha=8.0, targets=["all"], dropout=0.1, seed=5))
+        for step in range(STEPS):
+            found[f"loss {step}"] = client.forward_backward("all", batch).loss
+            found[f"norm {step}"] = client.optim_step("all", 0.01, max_grad_norm=0.5 * (step % 2)).grad_norm
+        client.save("all", str(directory / name))
+        for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+            found[file] = (directory / name / file).read_bytes()
+        found["version"] = client.publish("all", "all").version
+        tokens, served = ask(api, rows[0], "all")
+        found["answer"] = (tokens, served)
+        whole = rows[0] + tokens
+        again = client.forward("all", Batch.from_sequences([whole[:-1]], [whole[1:]])).logprobs[0]
+        assert again.tolist() == served
+    return found
