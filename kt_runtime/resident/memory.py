@@ -13,7 +13,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 MOST_KEPT_BYTES = 1 << 30
 """Of freed memory, by one process with the whole model."""
-_LEAST_KEPT_BYTES, _KEPT_SHARE, _MAPPED_SHARE = 8 << 20, 128, 8
+_LEAST_KEPT_BYTES, _KEPT_SHARE, _MAPPED_SHARE = 4 << 20, 256, 4
 _LIBC = ctypes.CDLL(None)
 
 
@@ -38,7 +38,7 @@ def keep_freed_memory(most_bytes: int = MOST_KEPT_BYTES) -> bool:
     """Makes the C library keep up to `most_bytes` of freed memory for reuse, until `return_freed_memory`.
 
     Training on a CPU constantly allocates and frees tensors of some megabytes. By default glibc maps and unmaps each
-    one, and the kernel clears its pages at first use: 6 to 8 % of a step. Tensors above an eighth of `most_bytes` are
+    one, and the kernel clears its pages at first use: 6 to 8 % of a step. Tensors above a quarter of `most_bytes` are
     still mapped, since what is kept lies in holes between others. Returns False if the C library is not glibc.
     """
     mallopt = getattr(_LIBC, "mallopt", None)
@@ -56,7 +56,7 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Bounds what the C library keeps of freed memory in a process with a share of a model: to 1/128 of it.
+    """Bounds what the C library keeps of freed memory in a process with a share of a model: to 1/256 of it.
 
     What a layer allocates and frees leaves holes of which the next layer uses some. `give_back` returns them once the
     process has grown by more than `most_bytes` since the last time; a look takes some microseconds.
