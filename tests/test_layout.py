@@ -78,7 +78,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"pacing"},
     "workers": set(),
     "host": {"fingerprint", "pacing", "routes"},
-    "twin": {"host", "scheduler"},
+    "twin": {"host", "memory", "scheduler"},
     "training": {"twin", "host", "routes", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }

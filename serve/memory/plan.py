@@ -383,8 +383,8 @@ def _absorbed_parameters(config: Mapping[str, Any]) -> int:
 
 def _activation_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
     """Of one rank: one hidden state per layer (checkpoints), one layer recomputed in full, and one chunk of logits in
-    fp32. Of several ranks each keeps its columns of the checkpoints, and holds in float32 the outputs of its experts for
-    all their tokens, and its columns of all experts' outputs (`kt_runtime/ranks/experts.py`)."""
+    fp32. Of several ranks each keeps its columns of the checkpoints, and holds in float32 the outputs of its experts
+    for all their tokens, and its columns of all experts' outputs (`kt_runtime/ranks/experts.py`)."""
     if shape.training_sessions == 0:
         return 0
     ranks = shape.ranks * shape.hosts

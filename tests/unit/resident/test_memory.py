@@ -36,7 +36,7 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert given_back < SIZE
 
 
-HOLES = f"""
+HOLES = """
 import numpy
 from kt_runtime.resident.memory import FreedMemory, keep_freed_memory, resident_set_bytes
 freed = FreedMemory(0)
