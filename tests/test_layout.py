@@ -77,6 +77,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "pacing": set(),
     "scheduler": {"pacing"},
     "workers": set(),
+    "memory": set(),
     "host": {"fingerprint", "pacing", "routes"},
     "twin": {"host", "memory", "scheduler"},
     "training": {"twin", "host", "routes", "scheduler"},
