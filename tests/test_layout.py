@@ -77,8 +77,9 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "pacing": set(),
     "scheduler": {"pacing"},
     "workers": set(),
+    "memory": set(),
     "host": {"fingerprint", "pacing", "routes"},
-    "twin": {"host", "scheduler"},
+    "twin": {"host", "memory", "scheduler"},
     "training": {"twin", "host", "routes", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }

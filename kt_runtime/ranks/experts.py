@@ -5,12 +5,16 @@ added in another order. So ranks exchange the experts' unweighted outputs in flo
 to sum, and then do what one process does, on their columns. A pair of token and expert sends 4 H / N bytes to each of
 the other N - 1 ranks. Backward does the same with the gradients that the pairs' experts have for their input.
 
+A rank's pairs are in the order of their experts, and some experts are computed at a time: the engine's memory for a
+call grows with the call's pairs. An expert's pairs stay together, so its weights are read once, and its adapter's
+gradients are summed in the order of tokens.
+
 Shapes: T tokens, K experts per token, H hidden, E experts, N ranks, P pairs of token and expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,33 +25,57 @@ from kt_runtime.experts import ExpertGradients, ExpertLayer, LoraSlot
 from kt_runtime.ranks.exchange import Exchange
 from kt_runtime.ranks.share import Share
 
+LEAST_PAIRS, MOST_PARTS = 128, 8
+"""Of a rank's pairs, as many are computed at a time, or an eighth; always whole experts."""
+
 
 @dataclass(frozen=True)
 class _Pairs:
     """The pairs of token and expert of one call, in the order of tokens and positions: T * K with those that are not
-    routed. `owners` [T * K]: the rank that has the expert, -1: not routed. `own`: the numbers of this rank's pairs,
-    with their `tokens`, and their `experts` [P, 1] as this rank counts them."""
+    routed. `owners` [T * K]: the rank that has the expert, -1: not routed. `own` [P]: the numbers of this rank's pairs
+    in the order of their experts, of an expert in that of tokens; their `tokens`, and their `experts` [P, 1] as this
+    rank counts them, of `num_experts`. `order`: the numbers of all routed pairs, in the same order."""
 
     owners: Tensor
+    order: Tensor
     own: Tensor
     tokens: Tensor
     experts: Tensor
+    num_experts: int
 
     @classmethod
     def of(cls, ids: Tensor, held: range, share: Share) -> _Pairs:
         chosen = ids.reshape(-1).long()
         owners = torch.div(chosen, len(held), rounding_mode="floor")  # -1 of -1
-        own = (owners == share.rank).nonzero().squeeze(1)
-        return cls(owners, own, own // ids.shape[1], (chosen[own] - held.start)[:, None])
+        routed = (chosen >= 0).nonzero().squeeze(1)
+        order = routed[torch.argsort(chosen[routed], stable=True)]  # ranks have consecutive experts
+        own = order[owners[order] == share.rank]
+        return cls(owners, order, own, own // ids.shape[1], (chosen[own] - held.start)[:, None], len(held))
+
+    def parts(self) -> Iterator[slice]:
+        """Of this rank's pairs: some whole experts at a time."""
+        most, begin, end = max(LEAST_PAIRS, -(-len(self.own) // MOST_PARTS)), 0, 0
+        for count in self._counts():
+            if end > begin and end + count > begin + most:
+                yield slice(begin, end)
+                begin = end
+            end += count
+        if end > begin:
+            yield slice(begin, end)
+
+    def _counts(self) -> list[int]:
+        if len(self.own) <= LEAST_PAIRS:
+            return [len(self.own)]
+        counts: list[int] = torch.bincount(self.experts[:, 0], minlength=self.num_experts).tolist()
+        return counts
 
     def all_rows(self, rows: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         """rows of this rank's pairs -> this rank's columns of all pairs' rows, and of each pair of [T * K] the number
         of its row, -1: not routed."""
-        routed = (self.owners >= 0).nonzero().squeeze(1)
-        counts = torch.bincount(self.owners[routed], minlength=exchange.share.num_ranks).tolist()
+        counts = torch.bincount(self.owners[self.order], minlength=exchange.share.num_ranks).tolist()
         received = exchange.columns_of_rows(rows, counts)
         row_of = torch.full_like(self.owners, -1)
-        row_of[routed[torch.argsort(self.owners[routed], stable=True)]] = torch.arange(len(routed))
+        row_of[self.order] = torch.arange(len(self.order))
         return received, row_of
 
 
@@ -90,20 +118,21 @@ class SharedExperts:
         _check_finite(x=x, weights=weights)
         pairs = _Pairs.of(ids, self._experts, self._exchange.share)
         rows = torch.empty((len(pairs.own), x.shape[1]), dtype=torch.float32)
-        if len(pairs.own):
+        for part in pairs.parts():
+            tokens = pairs.tokens[part]
             self._own.forward(
-                x[pairs.tokens],
-                pairs.experts,
-                torch.ones((len(pairs.own), 1)),
-                slots=self._counted(slots, pairs),
-                token_slots=None if token_slots is None else token_slots[pairs.tokens],
-                out=rows,
+                x[tokens],
+                pairs.experts[part],
+                torch.ones((len(tokens), 1)),
+                slots=self._counted(slots, tokens),
+                token_slots=None if token_slots is None else token_slots[tokens],
+                out=rows[part],
             )
         return self._summed(pairs, rows, weights, x.dtype)
 
-    def _counted(self, slots: Sequence[LoraSlot | None], pairs: _Pairs) -> list[LoraSlot | None]:
-        """With the numbers that tokens and experts have in one process, for dropout."""
-        tokens, first = pairs.tokens, self._experts.start
+    def _counted(self, slots: Sequence[LoraSlot | None], tokens: Tensor) -> list[LoraSlot | None]:
+        """With the numbers that tokens and experts have in one process, for dropout. `tokens`: of the call's pairs."""
+        first = self._experts.start
         return [slot and (replace(slot, tokens=tokens, first_expert=first) if slot.dropout else slot) for slot in slots]
 
     def _summed(self, pairs: _Pairs, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,18 +193,19 @@ class TrainedExperts(SharedExperts):
         by_slots = [g if g is not None or s is None else s.zeros() for s, g in zip(slots, given, strict=True)]
         rows = torch.empty((len(pairs.own), x.shape[1]), dtype=torch.float32)
         by_weights = torch.zeros(weights.numel(), dtype=torch.float32)
-        if len(pairs.own):
+        for part in pairs.parts():
+            own, tokens = pairs.own[part], pairs.tokens[part]
             found = self._own.backward(
-                grad_out[pairs.tokens],
-                x[pairs.tokens],
-                pairs.experts,
-                weights.reshape(-1)[pairs.own][:, None],
-                slots=self._counted(slots, pairs),
-                token_slots=None if token_slots is None else token_slots[pairs.tokens],
+                grad_out[tokens],
+                x[tokens],
+                pairs.experts[part],
+                weights.reshape(-1)[own][:, None],
+                slots=self._counted(slots, tokens),
+                token_slots=None if token_slots is None else token_slots[tokens],
                 into=by_slots,
-                by_x=rows,
+                by_x=rows[part],
             )
-            by_weights[pairs.own] = found.weights.squeeze(1)
+            by_weights[own] = found.weights.squeeze(1)
         sums = self._summed(pairs, rows, torch.ones_like(weights), x.dtype)
         return ExpertGradients(self._exchange.all_columns(sums), self._of_owners(pairs, by_weights, weights), by_slots)
 

@@ -29,7 +29,7 @@ from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
+from kt_runtime.resident.memory import MOST_KEPT_BYTES, check_available, keep_freed_memory, return_freed_memory
 from kt_runtime.resident.publishing.operation import Forgotten
 from kt_runtime.resident.publishing.preparation import MOST_AHEAD, SMALL_BYTES, Preparation, Prepared
 from kt_runtime.resident.publishing.publisher import Publisher
@@ -281,7 +281,8 @@ class SessionHandlers:
         if request.publishes is not None:
             self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
         if device.is_host(self._host.device):
-            keep_freed_memory()
+            split = self._twin.split
+            keep_freed_memory(MOST_KEPT_BYTES if split is None else split.freed.most_bytes)
             keep_spare()
         self._sessions_made += 1
         return opening

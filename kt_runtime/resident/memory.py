@@ -11,7 +11,9 @@ from kt_runtime.errors import ConflictError
 # mallopt(3). Larger thresholds for mmap are refused: 32 MiB is glibc's HEAP_MAX_SIZE / 2 on 64-bit machines.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-_KEPT_BYTES = 1 << 30
+MOST_KEPT_BYTES = 1 << 30
+"""Of freed memory, by one process with the whole model."""
+_LEAST_KEPT_BYTES, _KEPT_SHARE, _MAPPED_SHARE = 4 << 20, 256, 4
 _LIBC = ctypes.CDLL(None)
 
 
@@ -32,16 +34,18 @@ def check_available(needed: int, what: str, hint: str = "") -> None:
         raise ConflictError(f"{what} needs {needed} bytes of memory, {available} are available{hint}")
 
 
-def keep_freed_memory() -> bool:
-    """Makes the C library keep up to 1 GiB of freed memory for reuse, until `return_freed_memory`.
+def keep_freed_memory(most_bytes: int = MOST_KEPT_BYTES) -> bool:
+    """Makes the C library keep up to `most_bytes` of freed memory for reuse, until `return_freed_memory`.
 
     Training on a CPU constantly allocates and frees tensors of some megabytes. By default glibc maps and unmaps each
-    one, and the kernel clears its pages at first use: 6 to 8 % of a step. Returns False if the C library is not glibc.
+    one, and the kernel clears its pages at first use: 6 to 8 % of a step. Tensors above a quarter of `most_bytes` are
+    still mapped, since what is kept lies in holes between others. Returns False if the C library is not glibc.
     """
     mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    mapped_from = min(_LARGEST_MMAP_THRESHOLD, most_bytes // _MAPPED_SHARE)
+    return bool(mallopt(_M_MMAP_THRESHOLD, mapped_from)) and bool(mallopt(_M_TRIM_THRESHOLD, most_bytes))
 
 
 def return_freed_memory() -> None:
@@ -49,3 +53,23 @@ def return_freed_memory() -> None:
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class FreedMemory:
+    """Bounds what the C library keeps of freed memory in a process with a share of a model: to 1/256 of it.
+
+    What a layer allocates and frees leaves holes of which the next layer uses some. `give_back` returns them once the
+    process has grown by more than `most_bytes` since the last time; a look takes some microseconds.
+    """
+
+    def __init__(self, share_bytes: int) -> None:
+        self.most_bytes = min(MOST_KEPT_BYTES, max(_LEAST_KEPT_BYTES, share_bytes // _KEPT_SHARE))
+        self._seen_bytes = 0
+
+    def give_back(self) -> None:
+        now = resident_set_bytes()
+        if now > self._seen_bytes + self.most_bytes:
+            return_freed_memory()
+            self._seen_bytes = resident_set_bytes()
+        else:
+            self._seen_bytes = min(self._seen_bytes, now)

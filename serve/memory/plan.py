@@ -385,13 +385,17 @@ def _absorbed_parameters(config: Mapping[str, Any]) -> int:
 
 
 def _activation_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """One hidden state per layer (checkpoints), one layer recomputed in full, and one chunk of logits in fp32."""
+    """Of one rank: one hidden state per layer (checkpoints), one layer recomputed in full, and one chunk of logits in
+    fp32. Of several ranks each keeps its columns of the checkpoints, and holds in float32 the outputs of its experts
+    for all their tokens, and its columns of all experts' outputs (`kt_runtime/ranks/experts.py`)."""
     if shape.training_sessions == 0:
         return 0
+    ranks = shape.ranks * shape.hosts
     hidden, tokens = integer(config, "hidden_size"), shape.training_tokens
     family = family_for(config)
     expert_rows = family.num_experts_per_tok(config) * family.expert_intermediate(config)
     attention_rows = integer(config, "num_attention_heads") * tokens + 8 * hidden
     layer = tokens * (attention_rows + 4 * expert_rows + 4 * hidden) * 4
     checkpoints = integer(config, "num_hidden_layers") * tokens * hidden * shape.activation_bytes
-    return checkpoints + layer + 256 * integer(config, "vocab_size") * 4 * 3
+    exchanged = 2 * 4 * tokens * family.num_experts_per_tok(config) * hidden // ranks if ranks > 1 else 0
+    return checkpoints // ranks + layer + exchanged + 256 * integer(config, "vocab_size") * 4 * 3

@@ -32,7 +32,9 @@ from kt_runtime.resident.training.loss_slices import loss_of
 from kt_runtime.resident.training.replay import MicrobatchRoutes
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.batches import Microbatch
+from kt_runtime.resident.twin.model import Twin
 from kt_runtime.resident.twin.parts import LayerParts, Tokens, attention_kind
+from kt_runtime.resident.twin.split import SplitParts
 
 
 def training_call(
@@ -52,10 +54,24 @@ def training_call(
 
 @dataclass
 class _Kept:
-    """What forward keeps of a layer: its input as an autograd leaf, and its output if the graph is retained."""
+    """What forward keeps of a layer: its input as an autograd leaf, and its output if the graph is retained. Of several
+    ranks each keeps some columns of an input whose graph is not retained (`split`)."""
 
     leaf: torch.Tensor
     output: torch.Tensor | None
+    split: SplitParts | None = None
+
+    @classmethod
+    def of(cls, twin: Twin, leaf: torch.Tensor, output: torch.Tensor | None) -> _Kept:
+        if twin.split is None or output is not None:
+            return cls(leaf, output)
+        return cls(twin.split.kept(leaf.detach()).requires_grad_(leaf.requires_grad), None, twin.split)
+
+    def whole(self) -> _Kept:
+        """With the whole input: ranks send each other their columns."""
+        if self.split is None:
+            return self
+        return _Kept(self.split.whole(self.leaf.detach()).requires_grad_(self.leaf.requires_grad), self.output)
 
 
 def _microbatch(
@@ -81,7 +97,7 @@ def _microbatch(
             parts = _parts(call, microbatch, index, layer, positions, routes)
             output = yield from parts.forward(hidden, granted)
         if layer >= lowest:
-            kept.append(_Kept(leaf, output if retain else None))
+            kept.append(_Kept.of(twin, leaf, output if retain else None))
         hidden = output.detach()
         del leaf, output
     result.num_computed += microbatch.num_computed
@@ -93,7 +109,7 @@ def _microbatch(
     del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
         granted = yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
-        of_layer = kept.pop()
+        of_layer = kept.pop().whole()
         if granted is None:
             with _slice(call, microbatch, index, layer, grad=True, routes=routes):
                 by_hidden = _layer_backward(call, microbatch, layer, of_layer, positions, by_hidden, result.gradient)
@@ -201,6 +217,8 @@ def _slice(
             if call.backward and call.adapter is not None and call.lora.has_dropout(call.adapter):
                 stack.enter_context(_own_randomness(call.twin.device, call.seed, index, layer))
         yield
+    if call.twin.split is not None:
+        call.twin.split.freed.give_back()
 
 
 @contextlib.contextmanager

@@ -81,10 +81,14 @@ class Twin:
             self._interleaved = self.family.rotates_adjacent(host.config)
             self._windows = [self.family.window(host.config, layer) for layer in range(self.num_layers)]
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
-            self.split = None if host.exchange is None else SplitParts(self._model, self.vocabulary, host.exchange)
+            self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
+            self.split = (
+                None
+                if host.exchange is None
+                else SplitParts(self._model, self.vocabulary, host.exchange, self.shared_bytes)
+            )
         self._refuse_leftovers()
         self._model.eval()
-        self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
         self._copied_bytes = bytes_not_shared(self._model, tensors)
 
     @property

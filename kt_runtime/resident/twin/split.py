@@ -40,6 +40,7 @@ from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import TensorSource
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
 from kt_runtime.ranks import Exchange, Pieces, Share
+from kt_runtime.resident.memory import FreedMemory
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp
 from kt_runtime.resident.twin.lora_linear import LoraLinear
@@ -404,10 +405,12 @@ def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tens
 class SplitParts:
     """What of a twin is split. Its parameters are this rank's rows by now.
 
-    `embedding`, `head`: tables [V, H], also where both are one.
+    `embedding`, `head`: tables [V, H], also where both are one. `freed`: what a microbatch's slices leave free.
     """
 
-    def __init__(self, model: Any, vocabulary: int, exchange: Exchange) -> None:
+    def __init__(self, model: Any, vocabulary: int, exchange: Exchange, share_bytes: int) -> None:
+        """`share_bytes`: of this rank's weights."""
+        self._exchange, self.freed = exchange, FreedMemory(share_bytes)
         self._weights = []
         for module in model.modules():
             if isinstance(module, SplitLinear):
@@ -415,6 +418,14 @@ class SplitParts:
                 self._weights.append(module.split)
         self.embedding = SplitVocabulary(model.model.embed_tokens.weight, vocabulary, exchange)
         self.head = SplitVocabulary(model.lm_head.weight, vocabulary, exchange)
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        """This rank's columns of a layer's input [B, S, H], which every rank has: what of it waits for backward."""
+        return self._exchange.share.columns_of(hidden).contiguous()
+
+    def whole(self, kept: Tensor) -> Tensor:
+        """The input of which each rank has `kept`. All ranks make this call."""
+        return all_columns(self._exchange, kept)
 
     @property
     def fetched_bytes(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kt_runtime.errors import NumericsError
 from kt_runtime.experts import ExpertGradients, ExpertShape, ExpertStore, LoraSlot
-from kt_runtime.ranks import Exchange, Share, SharedExperts, TrainedExperts
+from kt_runtime.ranks import Exchange, Share, SharedExperts, TrainedExperts, experts
 
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 48, 40, 3
 KEY = "mlp.experts"
@@ -76,10 +76,18 @@ def test_the_sum_over_ranks_has_the_bits_of_one_process(
 @pytest.mark.parametrize(
     ("dtype", "expert_format"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("dropout", "least"), [(0.0, 1), (0.3, 1), (0.0, experts.LEAST_PAIRS)])
 def test_gradients_over_ranks_have_the_bits_of_one_process(
-    tmp_path: Path, num_ranks: int, dtype: torch.dtype, expert_format: str | None, dropout: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    dtype: torch.dtype,
+    expert_format: str | None,
+    dropout: float,
+    least: int,
 ) -> None:
+    """`least` 1: each expert's pairs are a part of their own."""
+    monkeypatch.setattr(experts, "LEAST_PAIRS", least)
     problem = random_problem(EXPERTS, HIDDEN, INNER, 23, TOP_K, dtype=dtype, ranks=(4, 0, 2), seed=7)
     for number, slot in enumerate(problem.slots):
         if slot is not None:
@@ -109,11 +117,26 @@ def test_gradients_over_ranks_have_the_bits_of_one_process(
     for rank, (found_out, found) in enumerate(run_ranks(num_ranks, work)):
         assert torch.equal(found_out, out)
         assert torch.equal(found.x, expected.x) and torch.equal(found.weights, expected.weights)
-        experts = Share(rank, num_ranks).of(EXPERTS, "experts")
+        held = Share(rank, num_ranks).of(EXPERTS, "experts")
         for own, whole in zip(found.slots, expected.slots, strict=True):
             assert (own is None) == (whole is None)
             for a, b in zip(own.tensors() if own else (), whole.tensors() if whole else (), strict=True):
-                assert a is b or torch.equal(present(a), present(b)[experts.start : experts.stop])
+                assert a is b or torch.equal(present(a), present(b)[held.start : held.stop])
+
+
+def test_some_whole_experts_are_computed_at_a_time() -> None:
+    ids = torch.randint(64, (512, 4), generator=torch.Generator().manual_seed(1))
+    for rank, held in enumerate((range(32), range(32, 64))):
+        pairs = experts._Pairs.of(ids, held, Share(rank, 2))
+        parts = list(pairs.parts())
+        assert [part.start for part in parts[1:]] + [len(pairs.own)] == [part.stop for part in parts]
+        assert max(part.stop - part.start for part in parts) <= max(experts.LEAST_PAIRS, -(-len(pairs.own) // 8))
+        seen = [set(pairs.experts[part, 0].tolist()) for part in parts]
+        assert sum(map(len, seen)) == len(set().union(*seen)) == 32
+        for expert in held:
+            rows = (ids == expert).any(1).nonzero().squeeze(1).unique()
+            of_expert = pairs.tokens[pairs.experts[:, 0] == expert - held.start]
+            assert torch.equal(of_expert.unique_consecutive(), rows)
 
 
 def test_partial_sums_of_ranks_would_have_other_bits() -> None:

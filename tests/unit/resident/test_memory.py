@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kt_runtime.resident.memory import resident_set_bytes, return_freed_memory
+from kt_runtime.resident.memory import FreedMemory, resident_set_bytes, return_freed_memory
 
 SIZE = 24 << 20  # above the C library's default threshold for mapping, below the raised one
 
@@ -34,6 +34,36 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert is_set == "True"
     assert kept > 6 * SIZE
     assert given_back < SIZE
+
+
+HOLES = """
+import numpy
+from kt_runtime.resident.memory import FreedMemory, keep_freed_memory, resident_set_bytes
+freed = FreedMemory(0)
+print(keep_freed_memory(freed.most_bytes))
+arrays = [numpy.ones(1 << 19, numpy.uint8) for _ in range(200)]
+before = resident_set_bytes()
+held = arrays[1::2]  # between holes, which the C library keeps by itself
+del arrays
+kept = resident_set_bytes()
+freed.give_back()
+print(before - kept, before - resident_set_bytes(), freed.most_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_gives_back_the_holes_between_its_tensors() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", HOLES], capture_output=True, text=True, check=True)
+    is_set, sizes = done.stdout.splitlines()
+    by_itself, given_back, most = (int(size) for size in sizes.split())
+    assert is_set == "True" and most == 4 << 20
+    assert by_itself < 5 << 20
+    assert given_back > 40 << 20  # of 50
+
+
+def test_what_a_rank_keeps_grows_with_its_share() -> None:
+    assert [FreedMemory(size).most_bytes for size in (0, 256 << 30, 1 << 50)] == [4 << 20, 1 << 30, 1 << 30]
+    assert FreedMemory(8 << 30).most_bytes == 32 << 20
 
 
 def test_giving_back_nothing_changes_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import (
+    ACTIVATIONS,
     GIB,
     TRAINER_BYTES,
     MemoryPlan,
@@ -44,6 +45,15 @@ def test_every_rank_has_the_latents_and_the_projections_that_make_them() -> None
     assert row(hosts, cached) == row(one, cached) and 2 * row(hosts, dense) == row(two, dense)
     one, two = (plan_memory(QWEN, ServingShape(ranks=ranks)) for ranks in (1, 2))
     assert row(two, cached) == row(one, cached) and row(two, dense) == row(one, dense)
+
+
+def test_ranks_share_the_inputs_of_layers_and_hold_rows_that_they_exchange() -> None:
+    of_one, two = (
+        row(plan_memory(QWEN, ServingShape(ranks=ranks, training_tokens=512)), ACTIVATIONS) for ranks in (1, 2)
+    )
+    hidden, layers, top_k = (QWEN[key] for key in ("hidden_size", "num_hidden_layers", "num_experts_per_tok"))
+    checkpoints, exchanged = 2 * 512 * hidden * layers, 2 * 4 * 512 * top_k * hidden
+    assert two == 2 * of_one - checkpoints + exchanged
 
 
 def test_experts_are_on_the_cpu_and_the_rest_on_the_gpu_when_there_is_one() -> None:
