@@ -401,6 +401,9 @@ class TrainingScheduler:
             if finish is not None:
                 finish()
         finally:
+            # An error's traceback has this frame. Without this line the frame would keep the error, and with it all
+            # that the failed call has computed, until the garbage collector comes.
+            finish = None
             self._account(ran, started, is_serving)
 
     def _switch(self, ran: str) -> None:

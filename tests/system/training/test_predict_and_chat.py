@@ -289,6 +289,7 @@ def _terminal(*arguments: str) -> Iterator[_Terminal]:
         stderr=follower,
         env={**ENVIRONMENT, "TERM": "dumb"},
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background job
     )
     os.close(follower)
     try:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,6 +133,33 @@ def test_an_error_ends_its_work_and_nothing_else() -> None:
     recorder.submit("a", "y", [])
     recorder.scheduler.run(ALL, is_serving=False)
     assert recorder.answers == [error, "y done"]
+
+
+def test_what_a_failed_work_had_is_freed_at_once() -> None:
+    """Not when the garbage collector comes: a call that failed without memory would leave none for the next batch."""
+
+    class Activations:
+        pass
+
+    alive: list[weakref.ref[Activations]] = []
+
+    def slices() -> Slices:
+        yield SWITCHES
+        activations = Activations()
+        alive.append(weakref.ref(activations))
+        raise MemoryError("no memory")
+
+    said: list[str] = []
+    scheduler = TrainingScheduler(0.5, Clock())
+    opening = Slice("opening", 1, may_switch=True)
+    scheduler.submit(Work("a", slices(), lambda _: None, lambda error: said.append(str(error)), opening))
+    gc.disable()
+    try:
+        scheduler.run(ALL, is_serving=False)
+        assert said == ["no memory"]
+        assert [each() for each in alive] == [None]
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_planned_without_work() -> None:
