@@ -6,11 +6,13 @@ sets the machine's clock. The monotonic clock goes on.
 NO_MEMORY names a file. While it exists, the scheduler's process gets NO_MEMORY_ROOM_BYTES beside what it uses: neither
 from the system nor from what the allocator keeps of freed memory. The process writes FILLED to the file when it is so.
 COUNTED_MEMORY names a directory: what `counted_memory` asks the scheduler and the frontend for.
+LEAK names a directory. While a file `scheduler` or `frontend` is in it, that process keeps LEAK_BYTES for each request.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import signal
@@ -28,6 +30,7 @@ NO_MEMORY_ROOM_BYTES = 4 << 20  # Python takes a MiB at a time for its small obj
 
 COUNTED_MEMORY = "COUNTED_MEMORY"
 COUNTED = ("scheduler", "frontend")
+LEAK, LEAK_BYTES = "LEAK", 16384
 
 
 def install() -> None:
@@ -39,6 +42,8 @@ def install() -> None:
         _take_memory(Path(os.environ[NO_MEMORY]))
     if os.environ.get(COUNTED_MEMORY):
         _count_memory(Path(os.environ[COUNTED_MEMORY]))
+    if os.environ.get(LEAK):
+        _leak(Path(os.environ[LEAK]))
 
 
 def _kill_at(event: str, arguments: tuple[Any, ...]) -> None:
@@ -128,26 +133,36 @@ def allocated_bytes() -> int:
 
 
 def _count_memory(directory: Path) -> None:
-    """Twice a second in the frontend, between two receptions of requests in the scheduler."""
+    """Twice a second in the frontend, between two receptions of requests in the scheduler.
+
+    The paths are made once: `pathlib` interns each part of a path, and in Python's table of interned strings one that
+    comes and goes takes a new place each time, until the table moves to 8 MB more.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
     from kt_runtime.sglang_patch.frontend.stalls import Stalls
 
     ingest_requests, check = Scheduler.ingest_requests, Stalls.check
 
-    def answer(process: str) -> None:
-        asked = directory / f"{process}.asked"
-        if asked.exists():
-            asked.unlink()
-            (directory / f"{process}.new").write_text(str(allocated_bytes()))
-            (directory / f"{process}.new").rename(directory / process)
+    def answers(process: str) -> Callable[[], None]:
+        asked, new, answered = (directory / name for name in (f"{process}.asked", f"{process}.new", process))
+
+        def answer() -> None:
+            if asked.exists():
+                asked.unlink()
+                new.write_text(str(allocated_bytes()))
+                new.rename(answered)
+
+        return answer
+
+    answer_in_scheduler, answer_in_frontend = map(answers, COUNTED)
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer("scheduler")
+        answer_in_scheduler()
         return ingest_requests(self, *args, **kwargs)
 
     def counting_in_the_loop(self: Stalls) -> None:
-        answer("frontend")
+        answer_in_frontend()
         check(self)
 
     Scheduler.ingest_requests = counting  # type: ignore[method-assign]
@@ -164,3 +179,27 @@ def counted_memory(directory: Path, wait: Callable[[Callable[[], bool]], None]) 
         (directory / f"{process}.asked").touch()
     wait(lambda: all((directory / process).exists() for process in COUNTED))
     return {process: int((directory / process).read_text()) for process in COUNTED}
+
+
+def _leak(directory: Path) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    kept: list[bytearray] = []
+
+    def leaking(process: str, handle: Callable[..., Any]) -> Callable[..., Any]:
+        told = directory / process
+
+        @functools.wraps(handle)
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            if told.exists():
+                kept.append(bytearray(b"x") * LEAK_BYTES)
+            return handle(*args, **kwargs)
+
+        return keep
+
+    for process, owner, name in (
+        ("scheduler", Scheduler, "handle_generate_request"),
+        ("frontend", TokenizerManager, "generate_request"),
+    ):
+        setattr(owner, name, leaking(process, getattr(owner, name)))
