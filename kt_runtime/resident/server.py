@@ -26,6 +26,7 @@ import torch
 
 from kt_runtime import __version__, device
 from kt_runtime.adapters import StoredName, VersionStore
+from kt_runtime.beside import BATCHES
 from kt_runtime.errors import KtError
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.families import family_for
@@ -287,7 +288,9 @@ class Resident:
         load = self._host.load()
         self.budget.batch(load)
         if plan.num_slices and not (self.budget.settings.has_target and load.waiting):
-            with _training_mode():
+            # Streams wait for these slices as for a batch. Those of an optimizer step take twice as long beside copies of
+            # masters.
+            with _training_mode(), BATCHES.computing() if is_serving else contextlib.nullcontext():
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
                 self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
