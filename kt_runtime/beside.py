@@ -26,7 +26,7 @@ from kt_runtime import priority
 PIECE_BYTES = 2 << 20
 SHARE = 0.05
 """Of a batch's time, that each thread beside it may compute."""
-GIVEN, MOST_GIVEN_SECONDS = 0.25, 0.008
+GIVEN, MOST_GIVEN_SECONDS = 0.25, 0.012
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether there is still work."""
