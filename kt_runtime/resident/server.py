@@ -288,7 +288,8 @@ class Resident:
         load = self._host.load()
         self.budget.batch(load)
         if plan.num_slices and not (self.budget.settings.has_target and load.waiting):
-            # Streams wait for these slices as for a batch. An optimizer step's take twice as long beside copies of masters.
+            # Streams wait for these slices as for a batch. Copies of masters would double the time of an
+            # optimizer step's slice.
             with _training_mode(), BATCHES.computing() if is_serving else contextlib.nullcontext():
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
