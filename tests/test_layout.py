@@ -62,7 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"files", "errors"},
     "registry": {"files", "errors"},
     "resident": {
-        *("device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped", "ranks")
+        *("beside", "device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache", "mapped"),
+        "ranks",
     },
     "bench": (PARTS - {"bench"}) | OUTSIDE | {"configs"},
     "cli": PARTS | OUTSIDE | {"configs"},

@@ -109,11 +109,15 @@ def test_from_scratch_to_a_name_in_openais_api(client: Any, rest: Any, float32_s
 def test_on_policy_k3_is_zero_and_after_a_step_it_is_not(client: Any, loss: str) -> None:
     model = client.create_lora_training_client(base_model=BASE, rank=4, seed=2).result()
     trained(model, [datum(drawn(1))], steps=2)
-    data = rollouts(model.save_weights_and_get_sampling_client(), drawn(9, 11))
+    prompt = drawn(9, 11)
+    data = rollouts(model.save_weights_and_get_sampling_client(), prompt)
+    answered = sum(
+        one.model_input.length - (len(prompt) - 1) for one in data
+    )  # an answer may draw the end of text early
     config = {"beta": 0.1} if loss == "dro" else None
     metrics = model.forward_backward(data, loss, config).result().metrics
     assert metrics["kl/k3:sum"] == metrics["kl/k1:sum"] == metrics["clip_fraction:mean"] == 0
-    assert metrics["counted:sum"] == 4 * 16
+    assert metrics["counted:sum"] == answered > 16
     model.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
     assert model.forward(data, loss, config).result().metrics["kl/k3:mean"] > 1e-4
 
