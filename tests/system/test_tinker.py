@@ -111,9 +111,7 @@ def test_on_policy_k3_is_zero_and_after_a_step_it_is_not(client: Any, loss: str)
     trained(model, [datum(drawn(1))], steps=2)
     prompt = drawn(9, 11)
     data = rollouts(model.save_weights_and_get_sampling_client(), prompt)
-    answered = sum(
-        one.model_input.length - (len(prompt) - 1) for one in data
-    )  # one may draw the end of text
+    answered = sum(one.model_input.length - (len(prompt) - 1) for one in data)  # one may draw the end of text
     config = {"beta": 0.1} if loss == "dro" else None
     metrics = model.forward_backward(data, loss, config).result().metrics
     assert metrics["kl/k3:sum"] == metrics["kl/k1:sum"] == metrics["clip_fraction:mean"] == 0
