@@ -195,8 +195,10 @@ class JobQueue:
         await self._finish(job, trainer, events)
 
     async def _follow(self, job: JobRecord, events: EventLog, known: set[int]) -> None:
+        # In this order: the trainer writes a step's figures before its checkpoint, so those of each one found are there.
+        found = await asyncio.to_thread(_checkpoints_in, self._jobs.output(job.id))
         await asyncio.to_thread(events.collect)
-        for step, path in await asyncio.to_thread(_checkpoints_in, self._jobs.output(job.id)):
+        for step, path in found:
             if step not in known and not job.has_ended:
                 known.add(step)
                 await self._serve_checkpoint(job, step, path, events)
