@@ -195,7 +195,7 @@ class JobQueue:
         await self._finish(job, trainer, events)
 
     async def _follow(self, job: JobRecord, events: EventLog, known: set[int]) -> None:
-        # In this order: the trainer writes a step's figures before its checkpoint, so those of each one found are there.
+        # In this order: the trainer writes a step's figures before its checkpoint, so each one found has its own.
         found = await asyncio.to_thread(_checkpoints_in, self._jobs.output(job.id))
         await asyncio.to_thread(events.collect)
         for step, path in found:
