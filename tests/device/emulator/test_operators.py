@@ -84,7 +84,7 @@ OPERATORS: dict[str, Operator] = {
     "grouped products": lambda x, ids: grouped_products(x),
 }
 
-# The device computes these as several operators, the CPU as one. Largest relative difference: 3e-7, one bf16 step.
+# The device computes these as several operators, the CPU as one. Largest relative difference: 3.5e-7, one bf16 step.
 ROUNDED = {"norms": 2e-6, "attention": 2e-6, "grouped products": 2**-8}
 
 
@@ -104,7 +104,7 @@ def test_an_operator_gives_the_cpus_bits(late_device: torch.device, name: str, s
         assert isinstance(g, Tensor) and isinstance(w, Tensor)
         assert (g.device, g.dtype, g.shape) == (late_device, w.dtype, w.shape)
         assert name in ROUNDED or torch.equal(g.cpu(), w)
-        torch.testing.assert_close(g.cpu(), w, rtol=ROUNDED.get(name, 0), atol=1e-7)
+        torch.testing.assert_close(g.cpu(), w, rtol=ROUNDED.get(name, 0), atol=0)
 
 
 def test_operators_need_no_wait_where_a_kernel_needs_none(late_device: torch.device) -> None:

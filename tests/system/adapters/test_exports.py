@@ -19,7 +19,7 @@ from kt_runtime.cli.main import main
 from kt_runtime.families import family_for
 
 NEW_TOKENS = 12
-TOLERANCE = 1.5e-4  # of a log-probability: float32, sums in another order; an adapter as in test_adapters_served
+TOLERANCE = 1e-4  # of a log-probability: float32, sums in another order; 1.1e-5 measured (AVX-512), 9.5e-6 (AVX2)
 PROMPTS = [[3 + (7 * index + 11 * step) % 690 for step in range(length)] for index, length in enumerate((5, 17, 40))]
 NAME = "exported"
 
@@ -73,7 +73,8 @@ def test_merged_in_bf16_it_differs_by_the_rounding_of_the_weights_alone(loaded: 
     by_hand = lora.merge(greedy.load_hugging_face(loaded.server.model_directory), loaded.adapter)
     rounded = greedy.load_hugging_face(tmp_path / "merged")
     for name, parameter in by_hand.named_parameters():
-        torch.testing.assert_close(rounded.get_parameter(name), parameter, rtol=2.0**-8, atol=1e-7, msg=name)
+        # Half a step of bf16. The sums before it differ too: by 9.9e-9 in weights near 0.
+        torch.testing.assert_close(rounded.get_parameter(name), parameter, rtol=2.0**-8, atol=5e-8, msg=name)
 
 
 def test_peft_and_an_older_version_come_out_as_they_went_in(loaded: Loaded, tmp_path: Path) -> None:

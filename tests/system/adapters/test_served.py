@@ -24,7 +24,7 @@ from kt_runtime.errors import KtError
 from kt_runtime.serve.models.make_model import make_model
 
 NEW_TOKENS = 12
-LOGPROB_TOLERANCE = 1.5e-4  # float32, sums in another order; 1.5e-5 was measured on a Zen 3
+LOGPROB_TOLERANCE = 1.5e-4  # float32, sums in another order; 1.1e-5 measured with AVX-512, 2.3e-5 with AVX2
 PROMPTS = [[3 + (7 * index + 11 * step) % 690 for step in range(length)] for index, length in enumerate((5, 17, 40))]
 # What each adapter changes: groups or projections; everything if empty. Ranks below and at the server's 8.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -52,6 +52,7 @@ class Served:
     adapters: dict[str, AdapterTensors]
     directory: Path
     tolerance: float
+    place: Place
 
     def generate(self, requests: Sequence[tuple[str | None, list[int]]], tokens: int = NEW_TOKENS) -> list[Answer]:
         """One HTTP request, which SGLang runs as one batch: (adapter, prompt) pairs."""
@@ -93,7 +94,7 @@ def served(
     arguments = place.arguments([*options, "--adapter-dir", str(directory / "adapters")])
     with server(str(directory / "model"), arguments, directory / "server.log") as api:
         tolerance = LOGPROB_TOLERANCE * place.float32_factor
-        started = Served(api, model, adapters, directory / "sources", tolerance)
+        started = Served(api, model, adapters, directory / "sources", tolerance, place)
         for name, adapter in adapters.items():
             source = reference.write_adapter(directory / "sources" / name, adapter)
             api.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(source)})
@@ -117,6 +118,12 @@ def assert_same(served: Served, found: Answer, expected: Answer) -> float:
     return difference
 
 
+def check_served_twice(served: Served, found: Answer, expected: Answer) -> None:
+    """In another batch, or again: on a CPU the bits are equal."""
+    assert found.tokens == expected.tokens
+    served.place.check_same(found.logprobs, expected.logprobs)
+
+
 @pytest.mark.parametrize("name", [None, *PARTS])
 def test_an_adapter_answers_as_its_merged_weights_do(served: Served, reference: ModuleType, name: str | None) -> None:
     model = copy.deepcopy(served.model)
@@ -136,14 +143,14 @@ def test_adapters_and_base_in_one_batch_answer_as_each_does_alone(served: Served
     requests = [(name, prompt) for prompt in PROMPTS for name in (None, "all", "experts", "attention")]
     alone = [served.generate([request])[0] for request in requests]
     for together, single in zip(served.generate(requests), alone, strict=True):
-        assert_same(served, together, single)
+        check_served_twice(served, together, single)
 
 
 def test_more_adapters_than_slots_answer_as_each_does_alone(served: Served) -> None:
     requests = [(name, prompt) for prompt in PROMPTS for name in (*PARTS, None)]
     alone = [served.generate([request])[0] for request in requests]
     for together, single in zip(served.generate(requests), alone, strict=True):
-        assert_same(served, together, single)
+        check_served_twice(served, together, single)
 
 
 def test_a_new_version_never_reads_the_old_versions_cache(served: Served, reference: ModuleType) -> None:
@@ -169,7 +176,7 @@ def test_unloading_lets_running_requests_end(served: Served, reference: ModuleTy
     assert [answer.tokens for answer in answers] == [expected.tokens] * 2
     with pytest.raises(KtError):
         served.generate([("leaving", PROMPTS[1])])
-    assert_same(served, served.generate([("all", PROMPTS[1])], tokens=160)[0], expected)
+    check_served_twice(served, served.generate([("all", PROMPTS[1])], tokens=160)[0], expected)
 
 
 def wait_until_used(api: ServerAPI, name: str) -> None:

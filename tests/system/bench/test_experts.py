@@ -25,6 +25,9 @@ ROW_KEYS = {"shape", "format", "isa", "threads", "tokens", "op", "ms", "ms_media
 ROW_KEYS |= {"resident_bytes", "weight_bytes"}
 # Random weights: fp8 and integer formats by their number of bits, and some room for so small a layer.
 LARGEST_ERRORS = {"bf16": 0.006, "fp8": 0.06, "int8": 0.03, "int4": 0.25}
+# 0.0045, 0.0045, 0.013 and 0.17 measured, with AVX2 as with AVX-512; torch_int_mm: 0.021, and 0.11 with AVX2.
+PEERS_ERRORS = {"torch_loop": 0.02, "torch_grouped": 0.02, "torch_int8pack": 0.06, "torch_int4pack": 0.3}
+PEERS_ERRORS |= {"torch_int_mm": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +71,11 @@ def test_there_is_a_row_for_each_case(result: dict[str, Any]) -> None:
 def test_the_figures_of_a_row_are_sane(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         assert 0 < row["ms"] <= row["ms_median"] and row["limit_ratio"] > 0 and row["runs"] >= 1
-        assert 0.95 * row["weight_bytes"] < row["resident_bytes"] < 2 * row["weight_bytes"]
+        assert row["weight_bytes"] <= row["resident_bytes"] < 1.2 * row["weight_bytes"]  # 1 (bf16) to 1.052 (fp8) measured
         assert row["touched_experts"] == (4 if row["tokens"] == 2 else 8)
         assert 0 < row["dram_share_least"] <= row["dram_share"] <= row["dram_share_most"]
         assert row["dram_bytes_per_s"] > 1e8 and row["reuse_bytes"] > row["resident_bytes"]
-        assert 0 < row["rel_error"] < (1 if row["op"] == "forward" else 3) * LARGEST_ERRORS[row["format"]]
+        assert 0 < row["rel_error"] < (1 if row["op"] == "forward" else 2) * LARGEST_ERRORS[row["format"]]
         if row["op"] == "forward_backward":
             assert row["ratio_to_forward"] > 0 and row["ratio_to_lora_forward"] > 0
             assert row["gradient_errors"].keys() == {"x", "weights", "lora"}
@@ -97,7 +100,7 @@ def test_pytorch_is_a_peer_where_it_has_the_format(result: dict[str, Any]) -> No
     for row in result["rows"]:
         if row["op"] == "forward":
             assert row["peers"].keys() == wanted[row["format"]]
-            assert all(error < 0.3 for error in row["peer_errors"].values())
+            assert all(error < PEERS_ERRORS[peer] for peer, error in row["peer_errors"].items())
         else:
             assert row["peers"].keys() == ({"torch_autograd"} if row["format"] == "bf16" else set())
         assert all(ms > 0 for ms in row["peers"].values())

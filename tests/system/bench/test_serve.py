@@ -24,7 +24,7 @@ Recorded = Callable[[dict[str, Any]], Measurement]
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
 QUICK = ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4")
 PEERS = ["SGLang without the step", "Hugging Face", "llama.cpp"]
-LOGPROB_TOLERANCE = 3e-5  # of float32: 3e-6 was measured
+LOGPROB_TOLERANCE = 3e-5  # of float32: 4.4e-6 measured with AVX-512, 3.4e-6 with AVX2
 ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "step", "peers", "problem"}
 
 
@@ -48,7 +48,7 @@ def test_there_is_a_row_for_each_case(result: tuple[dict[str, Any], str]) -> Non
         assert row.keys() >= ROW_KEYS
         assert len(row["tokens_per_s_runs"]) == 2
         assert 0 < row["tokens_per_s"] <= row["tokens_per_s_best"] and row["limit_share"] > 0 and row["problem"] is None
-        assert row["limit_share"] == pytest.approx(row["tokens_per_s"] / row["limit_tokens_per_s"])
+        assert row["limit_share"] == row["tokens_per_s"] / row["limit_tokens_per_s"]
 
 
 def test_the_native_step_is_timed_for_streams_of_the_base(result: tuple[dict[str, Any], str]) -> None:
@@ -59,12 +59,12 @@ def test_the_native_step_is_timed_for_streams_of_the_base(result: tuple[dict[str
         if is_timed:
             step = row["step"]
             assert 0 < step["ms_best"] <= step["ms"] and step["sampling_ms"] > 0
-            assert step["limit_share"] == pytest.approx(step["limit_ms"] / step["ms"])
+            assert step["limit_share"] == step["limit_ms"] / step["ms"]
             assert step["head_ms"] > 0 and step["peers"].keys() == row["peers"].keys()
             whole_ms = [1e3 * row["streams"] / rate for rate in row["tokens_per_s_runs"]]
             names = ("ms_runs", "head_ms_runs", "sampling_ms_runs", "rest_ms_runs")
             parts_ms = zip(*(step[name] for name in names), strict=True)
-            assert list(map(sum, parts_ms)) == pytest.approx(whole_ms)
+            assert list(map(sum, parts_ms)) == pytest.approx(whole_ms, rel=1e-15, abs=0)  # 1.2e-16 measured
 
 
 def test_a_second_server_without_the_step_gives_the_same_tokens(result: tuple[dict[str, Any], str]) -> None:

@@ -41,7 +41,7 @@ def test_there_is_a_row_for_each_way_to_keep_activations(result: dict[str, Any])
         assert row["targets"] == "attention+experts"
         assert len(row["step_seconds"]) == len(row["hf_peft_step_seconds"]) == 2
         assert row["tokens_per_s"] <= row["tokens_per_s_best"]
-        assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["hf_peft_tokens_per_s"], rel=1e-15, abs=0)
+        assert row["ratio"] == row["tokens_per_s"] / row["hf_peft_tokens_per_s"]
         assert min(row["peak_bytes"], row["hf_peft_peak_bytes"]) > 1 << 28
 
 
@@ -49,7 +49,7 @@ def test_both_sides_fine_tune_the_same_model_on_the_same_tokens(result: dict[str
     """The untrained adapter adds nothing, so the first losses are the base's; then both learn."""
     for row in result["rows"]:
         ours, theirs = row["losses"], row["hf_peft_losses"]
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-6)  # 9.9e-8 measured
+        assert ours[0] == pytest.approx(theirs[0], rel=9e-7)  # 9.9e-8 measured
         assert ours[-1] < ours[0] and theirs[-1] < theirs[0]
         assert ours[-1] == pytest.approx(theirs[-1], rel=8e-4)  # 8.1e-5 measured
 

@@ -22,7 +22,10 @@ from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
 NEW_TOKENS = 12
-LOGPROB_TOLERANCE = 1e-4
+# float32, sums in another order: 3.8e-6 measured, with AVX2 as with AVX-512, and 6.7e-6 (DeepSeek-V3.2). Recurrent
+# states and GLM-4.7-Flash's attention: 5.3e-5 with AVX-512, 4.2e-5 with AVX2.
+LOGPROB_TOLERANCE = 3e-5
+LARGER_TOLERANCES = dict.fromkeys(("glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text"), 1e-4)
 # How transformers wrote it, and what the start says of the weights.
 WRITTEN = {
     "mixtral": ({"dtype": torch.float16, "shard_bytes": 300_000}, "weights: attention and dense weights are converted"),
@@ -47,6 +50,7 @@ def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
     tmp_path: Path, place: Place, family: str
 ) -> None:
     settings, line = WRITTEN[family]
+    tolerance = LARGER_TOLERANCES.get(family, LOGPROB_TOLERANCE) * place.float32_factor
     model = save(PRESETS[family], tmp_path / "model", **settings)  # type: ignore[arg-type]
     options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(tmp_path / "adapters")]
     of_family = family_for(PRESETS[family].config)
@@ -63,7 +67,7 @@ def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
             prompt = torch.randint(3, 700, (length,), generator=torch.Generator().manual_seed(length)).tolist()
             expected = greedy.hugging_face(plain, prompt, NEW_TOKENS)
             answer = greedy.generate(api, [prompt], NEW_TOKENS, logprob_start_len=0)[0]
-            greedy.check(answer, expected, LOGPROB_TOLERANCE * place.float32_factor)
+            greedy.check(answer, expected, tolerance)
 
         client.create_session("experts", LoraSettings(rank=4, alpha=16, targets=["experts"], seed=5))
         rows = np.random.default_rng(8).integers(3, 700, (6, 33)).tolist()
@@ -84,5 +88,5 @@ def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
         assert main([*arguments, "--url", api.url]) == 0
         expected = greedy.hugging_face(greedy.load_hugging_face(merged), prompt, NEW_TOKENS)
         answer = greedy.generate(api, [prompt], NEW_TOKENS, lora_path=["tuned"], logprob_start_len=0)[0]
-        greedy.check(answer, expected, LOGPROB_TOLERANCE * place.float32_factor)
+        greedy.check(answer, expected, tolerance)
         client.close_session("experts")

@@ -245,8 +245,8 @@ def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
     assert "reference: the starting adapter" in said
     losses = logged(tmp_path / "dpo")
     assert losses[0][1] == pytest.approx(
-        math.log(2), abs=max(5e-7, place.largest)
-    )  # policy and reference are the same at first
+        math.log(2), abs=max(3e-7, place.largest)
+    )  # policy and reference are the same at first; 6.0e-9 measured with AVX-512, 3.9e-8 with AVX2
 
 
 def test_the_best_is_saved_the_output_directory_resumed_and_its_adapter_asked(
@@ -296,7 +296,7 @@ def test_experts_train_with_dropout_at_rank_32_and_peft_loads_all_that_the_run_l
         int(tensor.count_nonzero()) for tensor in adapter.tensors.values()
     )
     assert float((expected - base).abs().max()) > 1e-3
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=9e-6 * float(expected.abs().max()))  # 9.5e-7
 
 
 def test_without_a_server_one_is_started_and_ended(model: Path, tmp_path: Path) -> None:
