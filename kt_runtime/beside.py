@@ -12,10 +12,10 @@ So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVE
 is. There is progress during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt
 does not stop a publication.
 
-A small adapter is ready within a decode step or two, and its client waits: its thread (`hurry`) never pauses. If it is
-not ready at a batch's end, the engine's thread sleeps until it is (`ended`), at most `MOST_WAITED_SECONDS`: the adapter
-would be ready a whole step later otherwise. A thread that a file system keeps waiting is waited for no longer than
-`HURRY_SECONDS`.
+The client of a small adapter waits for it, and it is ready within 30 ms on free processors. So its threads (`hurry`)
+wait for the end of the batch, too, and the engine's thread sleeps then until the adapter is ready (`ended`), at most
+`WAITED` of the batch's time and `LEAST_WAITED_SECONDS`: beside a batch, the work would take twice as long, and make the
+batch as much longer. A thread that a file system keeps waiting is waited for no longer than `HURRY_SECONDS`.
 
 Which pieces there are does not depend on time: nothing computed here depends on when it was paused.
 """
@@ -34,11 +34,11 @@ ALONE_SECONDS = 0.08
 """Nothing computes beside a batch before it has taken so long: most decode steps end earlier."""
 SHARE = 0.05
 """Of a batch's time from then on, that each thread beside it may compute."""
-GIVEN, MOST_GIVEN_SECONDS = 0.25, 0.012
+GIVEN, MOST_GIVEN_SECONDS = 0.5, 0.022
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
-WAITED, MOST_WAITED_SECONDS = 0.35, 0.016
-"""The same, where a small adapter is nearly ready."""
-HURRY_SECONDS = 0.25
+WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
+"""While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
+HURRY_SECONDS = 0.5
 """A thread that hurries takes no longer, or waits for something else than a processor."""
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether there is still work."""
@@ -87,22 +87,23 @@ class Batches:
         are pieces of work."""
         if not (self._has_paused or self._hurrying):
             return
-        began = now = self._clock()
-        given = min(MOST_GIVEN_SECONDS, GIVEN * self._seconds) if self._has_paused else 0.0
-        waited = min(MOST_WAITED_SECONDS, WAITED * self._seconds)
+        now, seconds = self._clock(), self._seconds
+        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds) * self._has_paused
+        waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS) * (seconds > 0)
         self._has_paused, self._seconds = False, 0.0
         while True:
-            has_pieces = now - began < given and now - self._last_piece < IDLE_SECONDS
-            if not has_pieces and not (now - began < waited and self._hurries(now)):
+            ends = waited if self._hurries(now) else given if now - self._last_piece < IDLE_SECONDS else now
+            if now >= ends:
                 return
-            self._sleep(DOZE_SECONDS)
+            self._sleep(min(DOZE_SECONDS, ends - now))
             now = self._clock()
 
     def _hurries(self, now: float) -> bool:
         return any(now - since < HURRY_SECONDS for since in list(self._hurrying.values()))
 
     def hurry(self) -> None:
-        """The engine waits for this thread from now on, until it calls `ended`."""
+        """As `give_way`, and the engine waits for this thread after batches, until the thread calls `ended`."""
+        self.give_way()
         self._hurrying[threading.get_ident()] = self._clock()
 
     def ended(self) -> None:
@@ -113,10 +114,14 @@ class Batches:
         """From now on `pause` waits on this thread."""
         self._of_thread.number = 0
 
+    def gives_way(self) -> bool:
+        """Whether `pause` waits on this thread."""
+        return hasattr(self._of_thread, "number")
+
     def pause(self) -> None:
         """Before each piece of work. Returns at once on a thread that has not called `give_way`."""
         of_thread = self._of_thread
-        if not hasattr(of_thread, "number"):
+        if not self.gives_way():
             return
         while (began := self._began) is not None:
             number, used = self._number, self._used()

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from kt_runtime import beside, spare
-from kt_runtime.beside import pause, piece
+from kt_runtime.beside import BATCHES, pause, piece
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
 
@@ -223,11 +223,15 @@ def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_I
 
 
 def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
-    """Threads whose tensor operations don't start further threads, for work on `num_bytes`."""
+    """Threads whose tensor operations don't start further threads, for work on `num_bytes`. They pause beside the
+    engine's batches if this thread does."""
+    pauses = BATCHES.gives_way()
 
     def begin() -> None:
         without_openmp()
         give_way(num_bytes)
+        if pauses:
+            BATCHES.give_way()
 
     return ThreadPoolExecutor(NUM_THREADS, name, begin)
 
