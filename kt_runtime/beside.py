@@ -34,7 +34,7 @@ ALONE_SECONDS = 0.08
 """Nothing computes beside a batch before it has taken so long: most decode steps end earlier."""
 SHARE = 0.05
 """Of a batch's time from then on, that each thread beside it may compute."""
-GIVEN, MOST_GIVEN_SECONDS = 0.5, 0.022
+GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.018
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
 WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 """While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
