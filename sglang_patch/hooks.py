@@ -25,9 +25,12 @@ SYMBOLS = ("sglang.srt.plugins.hook_registry.HookRegistry", "sglang.srt.plugins.
 Hook = Callable[..., Any]
 
 LIBRARIES = frozenset(
-    """IPython PIL accelerate aiohttp anyio botocore compressed_tensors cuda cutlass fastapi fsspec huggingface_hub mpmath
-    numpy openai pandas peft prometheus_client pydantic pynvml requests scipy sklearn starlette sympy timm tokenizers torch
-    torchao torchaudio torchvision transformers triton uvicorn""".split()
+    (
+        *("IPython", "PIL", "accelerate", "aiohttp", "anyio", "botocore", "compressed_tensors", "cuda", "cutlass"),
+        *("fastapi", "fsspec", "huggingface_hub", "mpmath", "numpy", "openai", "pandas", "peft", "prometheus_client"),
+        *("pydantic", "pynvml", "requests", "scipy", "sklearn", "starlette", "sympy", "timm", "tokenizers", "torch"),
+        *("torchao", "torchaudio", "torchvision", "transformers", "triton", "uvicorn"),
+    )
 )
 """Packages that no function or class of SGLang is imported into."""
 
