@@ -26,7 +26,7 @@ Hook = Callable[..., Any]
 
 LIBRARIES = frozenset(
     (
-        *("IPython", "PIL", "accelerate", "aiohttp", "anyio", "botocore", "compressed_tensors", "cuda", "cutlass"),
+        *("IPython", "PIL", "accelerate", "aiohttp", "anyio", "botocore", "compressed_tensors", "cutlass"),
         *("fastapi", "fsspec", "huggingface_hub", "mpmath", "numpy", "openai", "pandas", "peft", "prometheus_client"),
         *("pydantic", "pynvml", "requests", "scipy", "sklearn", "starlette", "sympy", "timm", "tokenizers", "torch"),
         *("torchao", "torchaudio", "torchvision", "transformers", "triton", "uvicorn"),
