@@ -6,7 +6,7 @@ SGLang logs and ignores a hook that can't be applied, but a half-patched server 
 A function that is hooked is also replaced in the modules that have imported it. For that the registry's
 `_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
 time, together some seconds of a server's start. Meanwhile `Bindings`, which reads them once, takes its place. It leaves
-out the modules of libraries that import nothing of SGLang: three quarters of all attributes.
+out the modules of libraries that import nothing of SGLang: more than half of all attributes.
 """
 
 from __future__ import annotations
