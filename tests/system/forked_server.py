@@ -38,8 +38,10 @@ IMPORTED = [
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
     *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
     *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
-    "kt_runtime.cli.train.command",
+    *("kt_runtime.cli.train.command", "kt_runtime.resident.server", "kt_runtime.sglang_patch.resident.turns"),
+    *("system.forked_server", "reference.server.frozen_imports"),
 ]
+TESTS = Path(__file__).parents[1]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
 context = multiprocessing.get_context("forkserver")
@@ -131,6 +133,8 @@ def import_all() -> None:
     _at_start.update({name: os.environ.get(name) for name in READ_AT_START})
     before = dict(os.environ)
     os.environ.update(settings_before_imports(with_gpu=False))
+    # The fork server imports what it finds without `sys.path` of this process, and leaves out what it does not find.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), before.get("PYTHONPATH")]))
     try:
         context.set_forkserver_preload(IMPORTED)
         forkserver.ensure_running()

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from reference.cases import choose
 from reference.server.greedy import Answer, ask
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
-STEPS = 10
+STEPS = choose(few=4, usual=4, every=10)
+"""With and without a bound of the gradient, from fresh optimizer states and from others. Ten steps of each format of
+weights: system/ranks/test_training.py."""
 LENGTHS = (1, 7, 33, 150)  # in chunks of 64 tokens, windows of 16 and chunks of attention of 48
 
 
@@ -30,7 +33,7 @@ def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
 
 
 def trained(api: ServerAPI, directory: Path, name: str) -> dict[str, Any]:
-    """What a client sees of ten steps, and the checkpoint's files."""
+    """What a client sees of its steps, and the checkpoint's files."""
     random = np.random.default_rng(5)
     rows = [random.integers(3, 700, length).tolist() for length in (80, 21, 8)]
     batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])

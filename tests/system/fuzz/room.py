@@ -86,7 +86,9 @@ class Stream(threading.Thread):
         self._may_ask.set()
 
     def run(self) -> None:
-        with httpx.Client(timeout=120.0, trust_env=False) as client:
+        # A connection for each answer: after a rest the server may close one that was kept, while it is used again.
+        unkept = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(timeout=120.0, trust_env=False, limits=unkept) as client:
             while not self._finish.is_set() and len(self.faults) < 3:
                 if not self._may_ask.is_set():
                     self._rests.set()

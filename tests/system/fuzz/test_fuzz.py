@@ -24,7 +24,7 @@ from system.fuzz.findings import FINDINGS, Finding
 from system.fuzz.room import grown
 from system.fuzz.wire_cases import WireCases, WirePlaces
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "40"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
 STRICT = bool(os.environ.get("FUZZ_STRICT"))
 # `make test` attacks with the same inputs each time; `make fuzz` with others, unless it is told a seed.
 SEED = int(os.environ.get("FUZZ_SEED") or (secrets.randbelow(10**6) if STRICT else 13))

@@ -1,5 +1,5 @@
 """Real servers of each family whose models ranks share, two ranks against one: tokens and log-probabilities of the base
-and of adapters, ten steps of a session on all modules, its checkpoint, the version that it publishes; and SGLang's
+and of adapters, some steps of a session on all modules, its checkpoint, the version that it publishes; and SGLang's
 modules in place of the native step."""
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from kt_runtime.sglang_patch.lora.install import install_adapter
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
-BATCHES, FEWER_BATCHES = 64, 32
+BATCHES, FEWER_BATCHES = choose(few=32, usual=32, every=64), 32
 OPTIONS = (
     "--log-level",
     "warning",
