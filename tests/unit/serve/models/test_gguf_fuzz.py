@@ -44,7 +44,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @cache
 def places_of_values(path: Path) -> dict[str, tuple[int, str]]:
-    """Of each key with one number: its byte in the file, and how it is packed. A file is read once, not in each example."""
+    """Of each key with one number: its byte in the file, and how it is packed. Every example asks."""
     found = {}
     for name, field in gguf.GGUFReader(path).fields.items():
         if not name.startswith("GGUF.") and (letter := WIDTHS.get(field.types[-1].name)) and len(field.types) == 1:
