@@ -297,7 +297,17 @@ class Family(ABC):
         return {**found, "routed experts": self.num_experts(config)}
 
     def twin_sources(self, config: Config) -> list[TensorSource]:
-        """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has."""
+        """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has.
+
+        A plan of memory asks a dozen times: of equal configs the list is made once.
+        """
+        try:
+            encoded = msgspec.json.encode(config)
+        except TypeError:  # not the content of a file
+            return self._made_twin_sources(config)
+        return list(_twin_sources(self, encoded))
+
+    def _made_twin_sources(self, config: Config) -> list[TensorSource]:
         self.check(config)
         hidden, vocabulary = integer(config, "hidden_size"), integer(config, "vocab_size")
         embedding = "model.embed_tokens.weight"
@@ -440,6 +450,12 @@ def require(config: Config, key: str, value: Any, reason: str, *, default: Any =
     found = config.get(key, default)
     if found != value:
         raise InvalidValueError(f"config.json: {key!r} is {found!r}; only {value!r} can be used: {reason}")
+
+
+@lru_cache(maxsize=8)
+def _twin_sources(family: Family, encoded: bytes) -> tuple[TensorSource, ...]:
+    """`encoded`: the config as JSON."""
+    return tuple(family._made_twin_sources(msgspec.json.decode(encoded)))
 
 
 @lru_cache(maxsize=8)

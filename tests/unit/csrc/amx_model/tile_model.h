@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 namespace kt_test::tile_model {
 
@@ -208,35 +209,7 @@ inline void dot_bf16_portable(TileState& s, int c, int a, int b) {
 // -- With the processor's own fused multiply-add, MXCSR set to flush denormals.
 
 #if defined(__x86_64__)
-__attribute__((noinline, target("avx2,fma"))) inline void dot_bf16_fused(TileState* s, int c, int a, int b) {
-  const int rows = s->rows[c], pairs = s->rows[b];
-  for (int m = 0; m < rows; ++m) {
-    float even[kRows] = {}, odd[kRows] = {}, total[kRows];
-    uint32_t x[kRows], y[kRows];
-    std::memcpy(x, s->data[a][m], kRowBytes);
-    for (int k = 0; k < pairs; ++k) {
-      std::memcpy(y, s->data[b][k], kRowBytes);
-      float low[kRows], high[kRows], x_low, x_high;
-      const uint32_t x_bits[2] = {x[k] << 16, x[k] & 0xffff0000u};
-      std::memcpy(&x_low, &x_bits[0], 4);
-      std::memcpy(&x_high, &x_bits[1], 4);
-      uint32_t y_low[kRows], y_high[kRows];
-      for (int n = 0; n < kRows; ++n) {
-        y_low[n] = y[n] << 16;
-        y_high[n] = y[n] & 0xffff0000u;
-      }
-      std::memcpy(low, y_low, sizeof low);
-      std::memcpy(high, y_high, sizeof high);
-      for (int n = 0; n < kRows; ++n) {
-        even[n] = __builtin_fmaf(x_low, low[n], even[n]);
-        odd[n] = __builtin_fmaf(x_high, high[n], odd[n]);
-      }
-    }
-    std::memcpy(total, s->data[c][m], kRowBytes);
-    for (int n = 0; n < kRows; ++n) total[n] = total[n] + (even[n] + odd[n]);
-    std::memcpy(s->data[c][m], total, kRowBytes);
-  }
-}
+void dot_bf16_fused(TileState* s, int c, int a, int b);  // dot_bf16_fused.cpp
 
 inline bool& use_fused() {
   static bool use = [] {

@@ -7,6 +7,7 @@ import random
 import shutil
 import struct
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield place / "m.gguf"
 
 
+@cache
 def places_of_values(path: Path) -> dict[str, tuple[int, str]]:
-    """Of each key with one number: its byte in the file, and how it is packed."""
+    """Of each key with one number: its byte in the file, and how it is packed. Every example asks."""
     found = {}
     for name, field in gguf.GGUFReader(path).fields.items():
         if not name.startswith("GGUF.") and (letter := WIDTHS.get(field.types[-1].name)) and len(field.types) == 1:

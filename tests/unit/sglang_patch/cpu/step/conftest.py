@@ -1,7 +1,9 @@
 """SGLang's own scheduler with a tiny model, and its native step compared with SGLang's modules.
 
 What the step computes is compared in every case. What does not depend on dtype, instruction set or format of the
-experts is tested once a family. With `TEST_CASES=all` every test runs in every case, with `few` in two of them.
+experts is tested once a family. What depends on both, but on each alone, is tested in every family and on every
+instruction set, not on all sets in each family. With `TEST_CASES=all` every test runs in every case, with `few` in two
+of them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from reference.cases import choose
+from reference.instruction_sets import instruction_sets
 from reference.resident.native_step import CASES, SINGLE_CASES, Both
 from reference.resident.scheduler import Engine, engine
 
@@ -23,8 +26,20 @@ FEW = {"float32", "DeepSeek-V2, bfloat16"}
 ONE_A_FAMILY = FEW | {"DeepSeek-V3, float32", "Qwen3.5, float32"}
 
 
+def one_set_a_family() -> set[str]:
+    """The cases without an instruction set, and one of those that differ in it alone: another set in each family."""
+    with_set = {name: name.removesuffix(f", {store['isa']}") for name, (*_, store) in CASES.items() if "isa" in store}
+    sets = instruction_sets()
+    families = enumerate(dict.fromkeys(with_set.values()))
+    return (CASES.keys() - with_set.keys()) | {f"{family}, {sets[place % len(sets)]}" for place, family in families}
+
+
+ONE_SET_A_FAMILY = one_set_a_family()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "once_a_family: of the cases of `served`, one a family is enough")
+    config.addinivalue_line("markers", "one_set_a_family: each instruction set is met, but not in each family")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,9 +53,12 @@ def _is_left_out(item: pytest.Item) -> bool:
     case = getattr(item, "callspec", None)
     if not item.path.is_relative_to(HERE) or case is None or case.params.get("served") not in CASES:
         return False
-    once = item.get_closest_marker("once_a_family") is not None
-    kept = choose(few=FEW, usual=ONE_A_FAMILY if once else CASES.keys(), every=CASES.keys())
-    return case.params["served"] not in kept
+    usual = set(CASES)
+    if item.get_closest_marker("once_a_family") is not None:
+        usual = ONE_A_FAMILY
+    elif item.get_closest_marker("one_set_a_family") is not None:
+        usual = ONE_SET_A_FAMILY
+    return case.params["served"] not in choose(few=FEW, usual=usual, every=set(CASES))
 
 
 @pytest.fixture(scope="module", params=CASES)

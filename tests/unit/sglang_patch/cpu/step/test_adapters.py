@@ -34,6 +34,7 @@ from kt_runtime.wire.replies import STEP_RUNNING
 DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp", "in_proj_qkvz", "in_proj_b")
 
 
+@pytest.mark.one_set_a_family
 def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, both: Both) -> None:
     three = {"all": adapter(served, 8, 1), "dense": adapter(served, 3, 2, DENSE_MODULES)}
     three["experts"] = adapter(served, 5, 3, ["experts"])
@@ -83,6 +84,7 @@ def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
     assert not both.different
 
 
+@pytest.mark.one_set_a_family
 def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) -> None:
     tokens, rank = 150, 5  # more tokens than a task of LoRA has
     slots = torch.arange(8, 8 + tokens)
