@@ -9,7 +9,13 @@ beside which a thread had to wait, the engine's thread sleeps for a moment (`Bat
 all processors; where nothing is served, they have them all the time.
 
 So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
-is. There is progress during a batch, too, of `SHARE` of its time: a long prompt does not stop a publication.
+is. There is progress during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt
+does not stop a publication.
+
+The client of a small adapter waits for it, and it is ready within 30 ms on free processors. So its threads (`hurry`)
+wait for the end of the batch, too, and the engine's thread sleeps then until the adapter is ready (`ended`), at most
+`WAITED` of the batch's time and `LEAST_WAITED_SECONDS`: beside a batch, the work would take twice as long, and make the
+batch as much longer. A thread that a file system keeps waiting is waited for no longer than `HURRY_SECONDS`.
 
 Which pieces there are does not depend on time: nothing computed here depends on when it was paused.
 """
@@ -24,10 +30,16 @@ from contextlib import contextmanager
 from kt_runtime import priority
 
 PIECE_BYTES = 2 << 20
+ALONE_SECONDS = 0.08
+"""Nothing computes beside a batch before it has taken so long: most decode steps end earlier."""
 SHARE = 0.05
-"""Of a batch's time, that each thread beside it may compute."""
-GIVEN, MOST_GIVEN_SECONDS = 0.25, 0.012
+"""Of a batch's time from then on, that each thread beside it may compute."""
+GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.018
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
+WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
+"""While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
+HURRY_SECONDS = 0.5
+"""A thread that hurries takes no longer, or waits for something else than a processor."""
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether there is still work."""
 IDLE_SECONDS = 0.004
@@ -35,8 +47,8 @@ IDLE_SECONDS = 0.004
 
 
 class Batches:
-    """When the engine of this process computes. `computing` and `give` are for the engine's thread, `give_way` and
-    `pause` for others.
+    """When the engine of this process computes. `computing` and `give` are for the engine's thread, the rest is for
+    others.
 
     `clock`: monotonic seconds. `used`: the calling thread's seconds of processor time. `sleep`: of the engine's thread.
     """
@@ -49,10 +61,11 @@ class Batches:
     ) -> None:
         self._clock, self._used, self._sleep = clock, used, sleep
         self._changed = threading.Condition()
-        self._number, self._seconds = 0, 0.0  # of the latest batch
+        self._number, self._seconds = 0, 0.0  # of the latest batch; 0 after `give`
         self._began: float | None = None  # None: no batch is computed
         self._has_paused, self._last_piece = False, 0.0
         self._of_thread = threading.local()
+        self._hurrying: dict[int, float] = {}  # since when, by thread
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -70,30 +83,51 @@ class Batches:
                     self._changed.notify_all()
 
     def give(self) -> None:
-        """Between two batches: if a thread has paused beside the last one, sleeps while there are pieces of work."""
-        if not self._has_paused:
+        """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, while there
+        are pieces of work."""
+        if not (self._has_paused or self._hurrying):
             return
-        self._has_paused = False
-        now = self._clock()
-        ends = now + min(MOST_GIVEN_SECONDS, GIVEN * self._seconds)
-        while now < ends and now - self._last_piece < IDLE_SECONDS:
+        now, seconds = self._clock(), self._seconds
+        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds) * self._has_paused
+        waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS) * (seconds > 0)
+        self._has_paused, self._seconds = False, 0.0
+        while True:
+            ends = waited if self._hurries(now) else given if now - self._last_piece < IDLE_SECONDS else now
+            if now >= ends:
+                return
             self._sleep(min(DOZE_SECONDS, ends - now))
             now = self._clock()
+
+    def _hurries(self, now: float) -> bool:
+        return any(now - since < HURRY_SECONDS for since in list(self._hurrying.values()))
+
+    def hurry(self) -> None:
+        """As `give_way`, and the engine waits for this thread after batches, until the thread calls `ended`."""
+        self.give_way()
+        self._hurrying[threading.get_ident()] = self._clock()
+
+    def ended(self) -> None:
+        """The engine need not wait for this thread. Without `hurry` there is nothing to do."""
+        self._hurrying.pop(threading.get_ident(), None)
 
     def give_way(self) -> None:
         """From now on `pause` waits on this thread."""
         self._of_thread.number = 0
 
+    def gives_way(self) -> bool:
+        """Whether `pause` waits on this thread."""
+        return hasattr(self._of_thread, "number")
+
     def pause(self) -> None:
         """Before each piece of work. Returns at once on a thread that has not called `give_way`."""
         of_thread = self._of_thread
-        if not hasattr(of_thread, "number"):
+        if not self.gives_way():
             return
         while (began := self._began) is not None:
             number, used = self._number, self._used()
             if of_thread.number != number:
                 of_thread.number, of_thread.before = number, used
-            seconds = (used - of_thread.before) / SHARE - (self._clock() - began)
+            seconds = ALONE_SECONDS + (used - of_thread.before) / SHARE - (self._clock() - began)
             if seconds <= 0:
                 break
             self._has_paused = True

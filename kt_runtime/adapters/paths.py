@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kt_runtime import spare
 from kt_runtime.beside import PIECE_BYTES, pause
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
-from kt_runtime.mapped import array_of, mapped
+from kt_runtime.files import UNCACHED_BYTES, uncache
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -111,12 +112,14 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 
 
 def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
-    data, done = array_of(mapped(max(size, 1))).data[:size], 0
+    data, done = spare.array(max(size, 1)).data[:size], 0
     while done < size:
         pause()
         count = os.readv(descriptor, [data[done : done + PIECE_BYTES]])
         if not count:
             raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
+        if size >= UNCACHED_BYTES:
+            uncache(descriptor, done, done + count)
         done += count
     if os.read(descriptor, 1):
         raise AdapterError(f"{where}: became longer while it was read (more than {size} bytes)")

@@ -17,6 +17,7 @@ from kt_runtime.beside import pause
 from kt_runtime.checkpoint_file import MAX_HEADER_BYTES, Entry, header_bytes
 from kt_runtime.checkpoint_file import parse_header as parse_checked
 from kt_runtime.errors import AdapterError
+from kt_runtime.files import UNCACHED_BYTES, uncache
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -88,6 +89,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        written = done = 0  # of the tensors' bytes; `done` of them the disk has been told to take
         for tensor in tensors.values():
             for part in pieces(tensor):
-                file.write(part.to(dtype or tensor.dtype).view(torch.uint8).numpy().data)
+                written += file.write(part.to(dtype or tensor.dtype).view(torch.uint8).numpy().data)
+                if written - done >= UNCACHED_BYTES:
+                    uncache(file.fileno(), max(0, done - UNCACHED_BYTES), written)
+                    done = written

@@ -22,9 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kt_runtime import device
+from kt_runtime import device, spare
 from kt_runtime.adapters import AdapterVersion
-from kt_runtime.adapters.tensors import free_spare, keep_spare
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
@@ -283,7 +282,7 @@ class SessionHandlers:
         if device.is_host(self._host.device):
             split = self._twin.split
             keep_freed_memory(MOST_KEPT_BYTES if split is None else split.freed.most_bytes)
-            keep_spare()
+            spare.keep()
         self._sessions_made += 1
         return opening
 
@@ -496,7 +495,7 @@ class SessionHandlers:
             self._twin.split.forget()
         if not self._sessions:
             free_spare_memory()
-            free_spare()
+            spare.free()
             return_freed_memory()
         self._answers.reply(replies.DoneReply(request_id=request.request_id), None)
 

@@ -38,6 +38,7 @@ import torch
 
 from kt_runtime import device
 from kt_runtime.adapters.tensors import without_openmp
+from kt_runtime.beside import BATCHES
 from kt_runtime.errors import KtError, RequestTimeoutError, RuntimeFault
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ class Workers:
             self._changed.notify_all()
         if must_notify:
             self._ended(job.key, error)
+        BATCHES.ended()  # not before its end can be seen
 
     # With the lock.
 

@@ -67,6 +67,7 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
         (name, layer, a[slot], b[slot], experts)
         for name in pool.A_buffer
         for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True))
+        if a[slot].dim() == 2 or (name, layer) in adapter.weights or adapter.adapts_experts
         for experts in _parts(a[slot], b[slot])
     ]
 
@@ -77,7 +78,7 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
             weight = weight and FusedLora(weight.a[experts], weight.b[experts], weight.parts)
         if weight is not None:
             _fill(a, b, weight, adapter.config.r, pool.max_lora_rank)
-        elif a.dim() == 2 or adapter.adapts_experts:
+        else:
             a.zero_()
             b.zero_()
 

@@ -8,13 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from kt_runtime import beside
+from kt_runtime.adapters import tensors
 from kt_runtime.beside import (
+    ALONE_SECONDS,
     DOZE_SECONDS,
     GIVEN,
+    HURRY_SECONDS,
     IDLE_SECONDS,
+    LEAST_WAITED_SECONDS,
     MOST_GIVEN_SECONDS,
+    MOST_WAITED_SECONDS,
     PIECE_BYTES,
     SHARE,
+    WAITED,
     Batches,
     piece,
 )
@@ -71,13 +77,19 @@ class Played(Batches):
         return count
 
 
-@pytest.mark.parametrize("seconds", [0.005, STEP, 0.4, 2.0])
-def test_a_batch_takes_longer_by_the_share_and_a_piece(seconds: float) -> None:
-    assert 1 <= Played().batch(seconds) <= 1 + SHARE * seconds / (1 - SHARE) / PIECE_SECONDS + 1
+@pytest.mark.parametrize("seconds", [0.005, STEP, ALONE_SECONDS])
+def test_nothing_computes_beside_a_short_batch(seconds: float) -> None:
+    assert Played().batch(seconds) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 2.0])
+def test_a_long_batch_takes_longer_by_the_share_and_a_piece(seconds: float) -> None:
+    assert 1 <= Played().batch(seconds) <= SHARE * (seconds - ALONE_SECONDS) / (1 - SHARE) / PIECE_SECONDS + 2
 
 
 def test_without_the_bound_a_thread_would_work_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "SHARE", 1e9)
+    monkeypatch.setattr(beside, "ALONE_SECONDS", 0.0)
     played = Played(1000)
     assert played.batch() == 1000
 
@@ -90,9 +102,9 @@ def test_a_thread_that_does_not_give_way_never_waits() -> None:
 
 def test_a_thread_s_time_before_a_batch_and_in_other_batches_does_not_count() -> None:
     played = Played()
-    found = [played.batch() for _ in range(5)]
+    found = [played.batch(0.4) for _ in range(5)]
     played.spent += 100
-    assert len({*found, played.batch()}) == 1
+    assert len({*found, played.batch(0.4)}) == 1
 
 
 def test_between_batches_nothing_waits() -> None:
@@ -141,9 +153,71 @@ def test_a_publication_has_most_of_its_time_between_batches_and_none_stops_a_str
         in_batches += played.batch()
         played.give()
         gaps.append(played.now - began)
-    assert max(gaps) <= STEP + (1 + SHARE / (1 - SHARE) * STEP / PIECE_SECONDS + 1) * PIECE_SECONDS + 0.0131
-    assert in_batches < 300
-    assert len(gaps) < 80
+    assert max(gaps) <= STEP + MOST_GIVEN_SECONDS + PIECE_SECONDS + 1e-9
+    assert in_batches == 0
+    assert len(gaps) < 90
+
+
+class Hurried(Batches):
+    """In played time, with a thread that ends its work after `left` seconds of the engine's sleep, or never."""
+
+    def __init__(self, left: float) -> None:
+        self.now, self.left, self.slept = 100.0, left, 0.0
+        super().__init__(lambda: self.now, sleep=self._sleeps)
+
+    def _sleeps(self, seconds: float) -> None:
+        self.now, self.slept = self.now + seconds, self.slept + seconds
+        if self.slept >= self.left:
+            self.ended()
+
+    def step(self, seconds: float = STEP) -> float:
+        """How long the engine slept after a batch."""
+        before = self.slept
+        with self.computing():
+            self.now += seconds
+        self.give()
+        return self.slept - before
+
+
+@pytest.mark.parametrize("left", [0.0, 0.003, 0.009])
+def test_the_engine_waits_for_a_small_adapter_that_is_nearly_ready(left: float) -> None:
+    hurried = Hurried(left)
+    hurried.hurry()
+    assert left <= hurried.step() <= left + DOZE_SECONDS + 1e-9
+    assert hurried.step() == 0
+
+
+@pytest.mark.parametrize("seconds", [0.008, STEP, 0.2])
+def test_it_waits_no_longer_than_a_part_of_the_batch_and_once_after_each(seconds: float) -> None:
+    hurried = Hurried(1e9)
+    hurried.hurry()
+    assert hurried.step(seconds) == pytest.approx(min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS))
+    before = hurried.slept
+    hurried.give()
+    assert hurried.slept == before
+
+
+def test_a_thread_that_a_file_system_keeps_waiting_is_not_waited_for() -> None:
+    hurried = Hurried(1e9)
+    hurried.hurry()
+    hurried.now += HURRY_SECONDS
+    assert hurried.step() == 0
+
+
+def test_threads_of_a_thread_that_gives_way_do_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches()
+    monkeypatch.setattr(tensors, "BATCHES", batches)
+    seen: list[bool] = []
+
+    def work(begins: Callable[[], None]) -> None:
+        begins()
+        seen.extend(tensors.on_threads(lambda _: batches.gives_way(), range(3)))
+
+    for begins in (lambda: None, batches.hurry):
+        thread = threading.Thread(target=work, args=(begins,))
+        thread.start()
+        thread.join(PATIENCE_SECONDS)
+    assert seen == [False] * 3 + [True] * 3
 
 
 def test_a_batch_that_fails_has_ended() -> None:

@@ -17,6 +17,7 @@ from kt_runtime.adapters import (
     read_adapter,
 )
 from kt_runtime.adapters.tensors import Contents, contents_of, give_way
+from kt_runtime.beside import BATCHES
 from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
@@ -45,6 +46,13 @@ class Prepared:
     servable: object
 
 
+def _begin(num_bytes: int) -> None:
+    """On a worker's thread: large work gives way to the engine's, small work is waited for."""
+    give_way(num_bytes)
+    if num_bytes < SMALL_BYTES:
+        BATCHES.hurry()
+
+
 class Preparation:
     """Stage 1 of one operation. `placed` and `close` are for the engine's thread, the rest for a worker.
 
@@ -60,7 +68,7 @@ class Preparation:
 
         Raises as `read_adapter`, and as `checked`; AdapterError for another hash.
         """
-        give_way(self._file_bytes(path))
+        _begin(self._file_bytes(path))
         with errors_of_path(Path(path), "read"):
             host = self._host
             adapter = read_adapter(path, self._family, host.config, host.max_lora_rank, host.model)
@@ -77,7 +85,7 @@ class Preparation:
 
     def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
         """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""
-        give_way(adapter.num_bytes)
+        _begin(adapter.num_bytes)
         host, where = self._host, f"adapter {self._name!r}"
         completed = as_version(adapter, self._family, host.config)
         contents = contents_of(completed, known)
@@ -88,7 +96,7 @@ class Preparation:
 
     def stored(self, adapter: AdapterTensors, version: AdapterVersion) -> Prepared:
         """For a version that was checked when it was published."""
-        give_way(adapter.num_bytes)
+        _begin(adapter.num_bytes)
         return Prepared(adapter, contents_of(adapter), replace(version, lora_id=None), self._servable(adapter))
 
     def placed(self, prepared: Prepared) -> Prepared:

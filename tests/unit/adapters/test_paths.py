@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kt_runtime.adapters import check_adapter_name, confined, open_directory
+from kt_runtime.adapters import check_adapter_name, confined, open_directory, paths
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
 
 
@@ -134,6 +134,20 @@ def test_memory_for_a_large_file_is_not_written_before_the_read(
         before = resident_bytes()
         directory.read("file", size_bytes)
     assert at_reading[0] - before < size_bytes // 8
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_large_file_does_not_stay_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    (tmp_path / "file").write_bytes(data := bytes(range(250)) * 40)
+    monkeypatch.setattr(paths, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(paths, "UNCACHED_BYTES", len(data) if is_large else len(data) + 1)
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(paths, "uncache", lambda _, first, last: given.append((first, last)))
+    with open_directory(tmp_path) as directory:
+        assert directory.read("file", 1 << 20) == data
+    assert given == ([(0, 4000), (4000, 8000), (8000, 10000)] if is_large else [])
 
 
 def test_replacing_the_directory_after_opening_it_changes_nothing(tmp_path: Path) -> None:

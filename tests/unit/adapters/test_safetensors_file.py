@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from kt_runtime.adapters import safetensors_file
 from kt_runtime.adapters.safetensors_file import DTYPES, read_tensors, write_tensors
 from kt_runtime.errors import AdapterError
 
@@ -45,6 +46,18 @@ def test_what_is_written_is_read_by_the_reference_library(tmp_path: Path) -> Non
 def test_a_dtype_can_be_asked_for(tmp_path: Path) -> None:
     write_tensors(tmp_path / "file", {"x": torch.tensor([1.0, 1 / 3])}, torch.bfloat16)
     assert load_file(tmp_path / "file")["x"].dtype == torch.bfloat16
+
+
+def test_of_a_large_file_little_stays_in_the_page_cache_and_every_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(safetensors_file, "UNCACHED_BYTES", 4000)
+    monkeypatch.setattr(safetensors_file, "uncache", lambda _, first, last: given.append((first, last)))
+    tensors = {f"t{number}": torch.randn(500) for number in range(9)}
+    write_tensors(tmp_path / "file", tensors)
+    assert given == [(0, 4000), (0, 8000), (4000, 12000), (8000, 16000)]
+    assert all(torch.equal(found, tensors[name]) for name, found in load_file(tmp_path / "file").items())
 
 
 def test_a_file_cut_anywhere_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from kt_runtime.adapters.tensors import (
     LARGE_BYTES,
     allocated,
     copy_in_pieces,
-    free_spare,
     give_way,
-    keep_spare,
     largest,
     measured,
     on_threads,
@@ -27,17 +24,6 @@ from kt_runtime.adapters.tensors import (
 from kt_runtime.priority import NICENESS
 
 SHAPES = {"a": torch.Size((3, 5)), "none": torch.Size((0, 4)), "b": torch.Size((2, 7, 2))}
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    free_spare()
-    yield
-    free_spare()
-
-
-def kept_bytes() -> int:
-    return sum(map(len, tensors._SPARE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,33 +35,6 @@ def test_tensors_have_their_shapes_and_do_not_overlap(dtype: torch.dtype) -> Non
         assert tensor.shape == SHAPES[name] and tensor.dtype == dtype and bool((tensor == value).all())
         assert tensor.data_ptr() % 64 == 0
     assert allocated({}, dtype) == {}
-
-
-def test_freed_memory_is_used_again_only_after_its_last_tensor() -> None:
-    keep_spare()
-    first = allocated(SHAPES, torch.float32)
-    view, place = first["b"][1], first["a"].data_ptr()
-    del first
-    assert kept_bytes() == 0
-    view.fill_(7)
-    second = allocated(SHAPES, torch.float32)
-    second["b"].zero_()
-    assert bool((view == 7).all())
-    del view
-    assert kept_bytes() > 0
-    assert allocated(SHAPES, torch.float32)["a"].data_ptr() == place
-
-
-def test_nothing_is_kept_before_it_is_asked_for_nor_after_nor_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated(SHAPES, torch.float32)
-    assert kept_bytes() == 0
-    keep_spare()
-    both = [allocated(SHAPES, torch.float32) for _ in range(2)]
-    monkeypatch.setattr(tensors, "MOST_SPARE_BYTES", sum(64 * -(-4 * shape.numel() // 64) for shape in SHAPES.values()))
-    both.clear()
-    assert kept_bytes() == tensors.MOST_SPARE_BYTES
-    free_spare()
-    assert kept_bytes() == 0
 
 
 def test_work_on_many_bytes_gives_way_and_so_do_the_threads_that_it_starts() -> None:
