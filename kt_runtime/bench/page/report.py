@@ -460,8 +460,8 @@ def _missed_of_scale(report: Mapping[str, Any]) -> list[str]:
         ]
         memory = ranks.get("memory", {"bars": {}})
         missed += [
-            f"{ranks['ranks']} ranks, memory {moment.replace('_', ' ')}: {_rounded(memory['of_weights'][moment])} of the "
-            f"weights, at most {bar} is wanted."
+            f"{ranks['ranks']} ranks, memory {moment.replace('_', ' ')}: {_rounded(memory['of_weights'][moment])} of "
+            f"the weights, at most {bar} is wanted."
             for moment, bar in memory["bars"].items()
             if memory["of_weights"][moment] > bar
         ]

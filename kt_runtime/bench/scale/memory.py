@@ -48,8 +48,8 @@ def ratios_of(rank: RankMemory, base_bytes: int, *, with_cache: bool) -> dict[st
 
 
 def figures_of(ranks: Sequence[RankMemory], base: Sequence[int]) -> dict[str, Any]:
-    """`base`: bytes of the ranks of BASE_MODEL, loaded; the smallest is subtracted. Bars hold for the weights alone, and
-    for the rank that takes most."""
+    """`base`: bytes of the ranks of BASE_MODEL, loaded; the smallest is subtracted. Bars hold for the weights alone,
+    and for the rank that takes most."""
     base_bytes = min(base)
     rows = [
         asdict(rank)

@@ -13,8 +13,8 @@ WINDOW_SECONDS = 30.0
 
 
 class Latest:
-    """The latest `most` numbers, in no order. Their memory is taken at the start: a server's does not grow with its first
-    requests."""
+    """The latest `most` numbers, in no order. Their memory is taken at the start: a server's does not grow with its
+    first requests."""
 
     def __init__(self, most: int) -> None:
         self._values, self._count = array("d", bytes(8 * most)), 0
