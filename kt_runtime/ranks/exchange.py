@@ -15,11 +15,13 @@ class Exchange(Protocol):
     """All ranks make the same calls in the same order; a call returns when all have made it. `native`: for the step.
 
     `waited_s`: time in which this rank waited for others so far; `sent_bytes`: what it has sent to others.
-    A rank that is lost is a LostRankError; nothing can be exchanged after it.
+    A rank that is lost is a LostRankError; nothing can be exchanged after it. `shares_memory`: all ranks are on one
+    machine, where a byte costs two copies and not a network's time.
     """
 
     share: Share
     native: _experts.Exchange
+    shares_memory: bool
 
     @property
     def waited_s(self) -> float: ...

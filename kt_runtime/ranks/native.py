@@ -30,8 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
 class NativeExchange:
     """An `Exchange` of tensors over a native one. Raises LostRankError when another rank is lost: for good."""
 
-    def __init__(self, share: Share, native: _experts.Exchange) -> None:
-        self.share, self.native = share, native
+    def __init__(self, share: Share, native: _experts.Exchange, *, shares_memory: bool = False) -> None:
+        self.share, self.native, self.shares_memory = share, native, shares_memory
 
     @property
     def waited_s(self) -> float:
@@ -88,7 +88,7 @@ def shared_memory_of(group: dist.ProcessGroup, patience_seconds: float = PATIENC
         dist.all_gather_object(problems, problem, group=group)  # rank 0's descriptor stays open until all have it
     if opened is None or any(problems):
         raise RuntimeFault(f"the ranks can't share memory: {'; '.join(filter(None, problems))}")
-    return NativeExchange(share, opened)
+    return NativeExchange(share, opened, shares_memory=True)
 
 
 def _descriptor(processes: Sequence[tuple[int, int] | None]) -> int:

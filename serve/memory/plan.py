@@ -9,7 +9,8 @@ Estimates are labelled as such.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,7 +143,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         cached_bytes = cached_bytes // shape.hosts
     else:  # every rank has the latents
         cached_bytes *= shape.ranks
-    whole_bytes = _linear_parameters(config, is_whole=True) * shape.activation_bytes
+    whole_bytes = _whole_parameters(config) * shape.activation_bytes
     slots, masters = lora_parameters(config, shape)
     needs = [
         MemoryNeed(
@@ -181,29 +182,39 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 
 
 def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of the ranks of all hosts: what they hold of split layers and of the head for backward, beside their rows."""
+    """Of the ranks of all hosts: what they hold of split layers and of the head for backward, beside their rows. Ranks
+    of one host hold one layer at a time, and what stays quantized always (`resident/twin/split.py`)."""
     if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
         return 0
-    linear = _linear_parameters(config, is_whole=False)
-    head = integer(config, "vocab_size") * integer(config, "hidden_size")
-    whole = {f"{module.name}.weight" for module in family_for(config).lora_modules(config) if module.is_whole}
-    saved = _saved_bytes(config, shape, but=whole) if shape.device == "cpu" else 0
-    return (linear + head) * shape.activation_bytes + saved
+    kinds = gguf.packed_tensors(config) if shape.device == "cpu" else {}
+    held, of_layers = 0, Counter[int]()
+    head = "lm_head.weight", -1, integer(config, "vocab_size"), integer(config, "hidden_size")
+    for name, layer, rows, cols in (head, *_split_matrices(config)):
+        if name in kinds:
+            held += gguf.packed_bytes(kinds[name], rows, cols)
+        else:
+            of_layers[layer] += rows * cols * shape.activation_bytes
+    return held + (max(of_layers.values(), default=0) if shape.hosts == 1 else of_layers.total())
 
 
-def _linear_parameters(config: Mapping[str, Any], *, is_whole: bool) -> int:
-    """Of linear layers beside routed experts that every rank has whole, or that ranks split."""
+def _split_matrices(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+    """Linear layers that ranks split, but for the head: the weight's name, its layer, rows and columns."""
+    for module in family_for(config).lora_modules(config):
+        if module.group != EXPERTS and not module.is_whole:
+            yield f"{module.name}.weight", module.layer, module.out_features, module.in_features
+
+
+def _whole_parameters(config: Mapping[str, Any]) -> int:
+    """Of linear layers beside routed experts that every rank has whole."""
     modules = family_for(config).lora_modules(config)
     return sum(
-        module.in_features * module.out_features
-        for module in modules
-        if module.group != EXPERTS and module.is_whole == is_whole
+        module.in_features * module.out_features for module in modules if module.group != EXPERTS and module.is_whole
     )
 
 
-def _saved_bytes(config: Mapping[str, Any], shape: ServingShape, but: Collection[str] = ()) -> int:
-    """What linear layers that stay quantized take more than dequantized ones: below 0. `but`: tensors to leave out."""
-    kinds = {name: kind for name, kind in gguf.packed_tensors(config).items() if name not in but}
+def _saved_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """What linear layers that stay quantized take more than dequantized ones: below 0."""
+    kinds = gguf.packed_tensors(config)
     if not kinds:
         return 0
     sizes = {source.name: source.shape for source in family_for(config).twin_sources(config) if source.name in kinds}

@@ -458,6 +458,13 @@ def _missed_of_scale(report: Mapping[str, Any]) -> list[str]:
             for row in ranks["rows"]
             if row["ratio"] < ranks["bar"]
         ]
+        memory = ranks.get("memory", {"bars": {}})
+        missed += [
+            f"{ranks['ranks']} ranks, memory {moment.replace('_', ' ')}: {_rounded(memory['of_weights'][moment])} of "
+            f"the weights, at most {bar} is wanted."
+            for moment, bar in memory["bars"].items()
+            if memory["of_weights"][moment] > bar
+        ]
     return missed
 
 
@@ -508,7 +515,21 @@ def _scale(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         ]
     if "ranks" in report:
         tables.append(_ranks(report["ranks"], settings["dtype"]))
+        if memory := report["ranks"].get("memory"):  # reports of older versions have none
+            tables.append(_memory_of_ranks(report["ranks"]["model"], memory))
     return figures, tables
+
+
+def _memory_of_ranks(model: str, memory: Mapping[str, Any]) -> Table:
+    moments = {"loaded": "loaded", "between_calls": "between calls", "at_peak": "at the peak"}
+    shares = {"of_weights": "weights", "of_weights_and_cache": "weights and KV cache"}
+    columns = [Column(f"{said}, of {share}", "ratio") for said in moments.values() for share in shares.values()]
+    rows = [
+        Row([model, str(row["rank"])], [_rounded(row[share][moment]) for moment in moments for share in shares])
+        for row in memory["rows"]
+    ]
+    title = f"Memory of a rank, less that of a rank of {memory['base_model']}, over its share of the model"
+    return Table("rank memory", ["model", "rank"], columns, rows, title)
 
 
 def _ranks(found: Mapping[str, Any], dtype: str) -> Table:

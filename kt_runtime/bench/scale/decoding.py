@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kt_runtime.bench.scale.memory import BASE_MODEL, measure_memory
 from kt_runtime.bench.scale.plan import RANKS_BAR, Plan
 from kt_runtime.bench.serve.no_step import same_share
 from kt_runtime.bench.serve.plan import Case
@@ -44,6 +45,10 @@ def measure_ranks(plan: Plan, dtype: str, directory: Path, say: Callable[[str], 
             place = directory / name.replace(" ", "-")
             place.mkdir()
             found[name] = side.measure(model, place)
+        place = directory / "memory"
+        place.mkdir()
+        base = checkpoint(TrainPlan(model=BASE_MODEL), place)
+        memory = measure_memory(model, base, plan.ranks, dtype, place, say)
     rows = [
         row_of(case, *(found[name].measured[case] for name in (RANKS, ONE)))
         for case in cases
@@ -56,6 +61,7 @@ def measure_ranks(plan: Plan, dtype: str, directory: Path, say: Callable[[str], 
         "new_tokens": serve.new_tokens,
         "steps": {name: each.step for name, each in found.items()},
         "processes": _memory(found[RANKS].last_status),
+        "memory": memory,
         "rows": rows,
         "problems": [str(problem) for each in found.values() for problem in each.problems.values()],
         "bar": RANKS_BAR,

@@ -13,6 +13,8 @@ BAR_MS = 1000.0
 """From the publication of 10 MB to the last replica's first token."""
 RANKS_BAR = 0.8
 """Decoding on ranks of one core each, over one process with as many cores: at least."""
+LOADED_MEMORY_BAR, TRAINING_MEMORY_BAR = 1.1, 1.15
+"""Memory of a rank, over its share of the model: at most."""
 MOST_REPLICAS = 64
 MOST_RANKS = 64
 

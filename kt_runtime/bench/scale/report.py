@@ -31,6 +31,28 @@ def _print_ranks(console: Console, found: dict[str, Any]) -> None:
         table.add_row(str(row["streams"]), *rates, f"{row['same_tokens']:.3f}")
     console.print(table)
     console.print(f"The bar is {found['bar']}.", *found["problems"], highlight=False)
+    _print_memory(console, found["memory"])
+
+
+def _print_memory(console: Console, memory: dict[str, Any]) -> None:
+    table = Table(
+        *(
+            Column(heading, justify="right")
+            for heading in ("rank", "share, MiB", "loaded", "between calls", "at the peak")
+        ),
+        title="Memory of a rank, over its weights (over weights and KV cache)",
+    )
+    for row in memory["rows"]:
+        ratios = zip(row["of_weights"].values(), row["of_weights_and_cache"].values(), strict=True)
+        cells = (f"{alone:.3f} ({both:.3f})" for alone, both in ratios)
+        table.add_row(str(row["rank"]), f"{row['weight_bytes'] / 2**20:.0f}", *cells)
+    console.print(table)
+    bars = memory["bars"]
+    console.print(
+        f"The bars are {bars['loaded']} loaded, {bars['between_calls']} while training. Subtracted is a rank of "
+        f"{memory['base_model']}, {memory['base_bytes'] / 2**20:.0f} MiB.",
+        highlight=False,
+    )
 
 
 def _print_replicas(console: Console, result: dict[str, Any]) -> None:

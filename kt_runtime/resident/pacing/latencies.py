@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 KEPT = 1024
 """The latest requests whose times count."""
@@ -12,7 +12,25 @@ WINDOW_SECONDS = 30.0
 """Training's share of time is of about so many seconds."""
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+class Latest:
+    """The latest `most` numbers, in no order. Their memory is taken at the start: a server's does not grow with its
+    first requests."""
+
+    def __init__(self, most: int) -> None:
+        self._values, self._count = array("d", bytes(8 * most)), 0
+
+    def append(self, value: float) -> None:
+        self._values[self._count % len(self._values)] = value
+        self._count += 1
+
+    def __len__(self) -> int:
+        return min(self._count, len(self._values))
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._values[: len(self)])
+
+
+def quantile(values: Sequence[float] | Latest, share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed (nearest rank); 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1)] if ordered else 0.0
@@ -23,8 +41,7 @@ class Latencies:
     (TPOT). Of finished requests only."""
 
     def __init__(self) -> None:
-        self.first_token: deque[float] = deque(maxlen=KEPT)
-        self.per_token: deque[float] = deque(maxlen=KEPT)
+        self.first_token, self.per_token = Latest(KEPT), Latest(KEPT)
 
     def add(self, arrived: float, first: float, last: float, num_tokens: int) -> None:
         """Times of one clock. Ignores a request without a token, or without a known arrival (0)."""

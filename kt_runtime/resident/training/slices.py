@@ -106,6 +106,7 @@ def _microbatch(
     by_hidden = yield from loss_of(call, microbatch, hidden, result)
     if by_hidden is None:
         return
+    _release_columns(twin)
     del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
         granted = yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
@@ -119,6 +120,13 @@ def _microbatch(
             leaf, of_layer = of_layer.leaf, _Kept(of_layer.leaf, None)
             by_hidden, found = yield from parts.backward(leaf, by_hidden, list(parameters.values()), granted)
             _add_gradients(result.gradient, zip(parameters, found, strict=True))
+        _release_columns(twin)
+
+
+def _release_columns(twin: Twin) -> None:
+    """Of a layer, or of the head, whose backward pass has ended. A call that fails leaves them to the next one."""
+    if twin.split is not None:
+        twin.split.release()
 
 
 def _layer_slice(call: Call, microbatch: Microbatch, direction: str, layer: int, coming: range) -> Slice:

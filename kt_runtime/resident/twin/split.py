@@ -13,8 +13,9 @@ columns: q, k and v those of some heads, the output projection some of its outpu
 
 A column of a product depends on its own row of the weight alone, so columns can be computed anywhere. The gradient of a
 layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. A rank therefore
-holds for backward, beside its rows of each weight, all rows of its columns (`SplitWeight.columns`): the same size once
-more. Ranks send each other these columns once, when training begins; of a matrix that stays quantized they read them.
+needs for backward, beside its rows of each weight, all rows of its columns (`SplitWeight.columns`): the same size once
+more. Ranks that share memory send each other these columns for each layer, and free them after it. Others do so once,
+when training begins, and hold them; of a matrix that stays quantized each rank reads them then.
 
 Between the product with the base and the exchange of the results, a layer's activations have their whole width, of
 which a rank has its columns (`Share.placed`): autograd then adds up gradients in the order of one process.
@@ -57,7 +58,8 @@ OF_HEADS = ("sinks", "A_log", "dt_bias", "conv1d.weight")
 
 class SplitWeight:
     """A frozen weight [O, I]. `rows`: this rank's, [O / N, I], and `bias` [O / N]; `outputs`: which of all they are.
-    `columns`: all rows of its columns, [O, I / N]; None until `fetch`."""
+    `columns`: all rows of its columns, [O, I / N]; None until `fetch`. `is_held`: while a session is open, and not for
+    a layer's backward pass alone."""
 
     def __init__(
         self, rows: Tensor, exchange: Exchange, bias: Tensor | None = None, pieces: tuple[int, ...] = ()
@@ -65,6 +67,7 @@ class SplitWeight:
         self.rows, self.exchange, self.bias = rows, exchange, bias
         self.outputs = Pieces(exchange.share, pieces or (len(rows) * exchange.share.num_ranks,))
         self.columns: Tensor | None = None
+        self.is_held = not exchange.shares_memory or isinstance(rows.detach(), PackedWeight)
 
     def all_outputs(self, own: Tensor) -> Tensor:
         """[..., O / N] of each rank -> [..., O]."""
@@ -80,8 +83,10 @@ class SplitWeight:
             self.columns = self.outputs.ordered(joined, 0)
 
     def by_input(self, by_out: Tensor) -> Tensor:
-        """by_out [..., O], whole -> this rank's columns of the input's gradient, [..., I / N]."""
-        assert self.columns is not None, "the columns are fetched before the first backward"
+        """by_out [..., O], whole -> this rank's columns of the input's gradient, [..., I / N]. All ranks make this
+        call."""
+        self.fetch()
+        assert self.columns is not None
         return gradient_product(by_out, self.columns[: by_out.shape[-1]])
 
 
@@ -418,6 +423,7 @@ class SplitParts:
                 self._weights.append(module.split)
         self.embedding = SplitVocabulary(model.model.embed_tokens.weight, vocabulary, exchange)
         self.head = SplitVocabulary(model.lm_head.weight, vocabulary, exchange)
+        self._each = (*self._weights, self.head.weight)
 
     def kept(self, hidden: Tensor) -> Tensor:
         """This rank's columns of a layer's input [B, S, H], which every rank has: what of it waits for backward."""
@@ -430,16 +436,22 @@ class SplitParts:
     @property
     def fetched_bytes(self) -> int:
         """Of the columns that this rank holds for backward."""
-        each = [*self._weights, self.head.weight]
-        return sum(weight.columns.nbytes for weight in each if weight.columns is not None)
+        return sum(weight.columns.nbytes for weight in self._each if weight.columns is not None)
 
     def fetch(self) -> Generator[Slice, None, None]:
-        """What backward needs: columns of all weights. All ranks run the slices, in the same order."""
-        for weight in (*self._weights, self.head.weight):
-            yield Slice("columns for backward", weight.rows.numel(), may_switch=True)
-            weight.fetch()
+        """The columns that are held while a session is open. All ranks run the slices, in the same order."""
+        for weight in self._each:
+            if weight.is_held:
+                yield Slice("columns for backward", weight.rows.numel(), may_switch=True)
+                weight.fetch()
+
+    def release(self) -> None:
+        """Frees the columns of a layer, or of the head, whose backward pass has ended, unless they are held."""
+        for weight in self._each:
+            if not weight.is_held:
+                weight.columns = None
 
     def forget(self) -> None:
-        """Frees what `fetch` has fetched."""
-        for weight in (*self._weights, self.head.weight):
+        """Frees all columns: the last session has ended."""
+        for weight in self._each:
             weight.columns = None

@@ -25,4 +25,9 @@ def test_ranks_decode_the_tokens_of_one_process(bench_output: BenchOutput, recor
     assert [each["rank"] for each in found["processes"]] == [0, 1]
     (row,) = found["rows"]
     assert row["same_tokens"] == 1.0 and row["tokens_per_s"] > 0 and row["one_process_tokens_per_s"] > 0
+    memory = json.loads(out)["ranks"]["memory"]
+    assert [each["rank"] for each in memory["rows"]] == [0, 1]
+    for each in memory["rows"]:
+        assert 0 < each["weight_bytes"] < memory["base_bytes"] < each["at_peak"]
+        assert each["loaded"] < each["at_peak"] and each["between_calls"] <= each["at_peak"]
     assert recorded(json.loads(out)).kind == "scale"

@@ -71,8 +71,20 @@ def scale_report() -> dict[str, Any]:
         "rounds": [{"publish_ms": 70.0, "first_token_ms": [80.0, 400.0]}],
         "last_first_token_ms": 400.0, "worst_last_first_token_ms": 400.0, "bar_ms": 1000.0, "within_bar": True,
         "requests_failed": 0,
-        "ranks": {"ranks": 2, "model": "bench", "rows": [row, row | {"streams": 8, "ratio": 0.9}], "bar": 0.8},
+        "ranks": {
+            "ranks": 2, "model": "bench", "rows": [row, row | {"streams": 8, "ratio": 0.9}], "bar": 0.8,
+            "memory": memory_of_ranks(),
+        },
     }  # fmt: skip
+
+
+def memory_of_ranks() -> dict[str, Any]:
+    """One of two ranks misses the bar at the peak."""
+    moments = ("loaded", "between_calls", "at_peak")
+    less, more = (dict(zip(moments, values, strict=True)) for values in ((1.0, 1.1, 1.125), (1.05, 1.125, 1.25)))
+    rows = [{"rank": rank, "of_weights": each, "of_weights_and_cache": less} for rank, each in enumerate((less, more))]
+    bars = dict(zip(moments, (1.1, 1.15, 1.15), strict=True))
+    return {"base_model": "tiny", "rows": rows, "of_weights": more, "of_weights_and_cache": less, "bars": bars}
 
 
 def read(report: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +106,16 @@ def test_scale_has_replicas_and_ranks_and_its_misses() -> None:
     ranks, one = Range(Decimal(69), Decimal(70)), Range(Decimal(100), Decimal(101))
     ratios = [Decimal("0.7000"), Decimal("9.123"), None, 1]
     assert made.tables[0].rows[0].figures == [70, ranks, 100, one, *ratios]
-    assert made.misses == ["2 ranks, 1 streams: 0.7000 of one process, at least 0.8 is wanted."]
+    memory = made.tables[1]
+    assert [column.name for column in memory.columns][:3] == [
+        *("loaded, of weights", "loaded, of weights and KV cache", "between calls, of weights"),
+    ]
+    assert memory.rows[1].case == ["bench", "1"]
+    assert memory.rows[1].figures == [Decimal(each) for each in ("1.050", "1", "1.125", "1.100", "1.250", "1.125")]
+    assert made.misses == [
+        "2 ranks, 1 streams: 0.7000 of one process, at least 0.8 is wanted.",
+        "2 ranks, memory at peak: 1.250 of the weights, at most 1.15 is wanted.",
+    ]
     alone = {name: value for name, value in scale_report().items() if name in ("scale", "ranks")}
     assert measurement_of(read(alone), **ORIGIN).figures == []
 

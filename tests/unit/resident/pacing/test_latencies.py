@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kt_runtime.resident.pacing.latencies import WINDOW_SECONDS, Latencies, ShareOfTime, quantile
+from kt_runtime.resident.pacing.latencies import WINDOW_SECONDS, Latencies, Latest, ShareOfTime, quantile
 
 
 def test_a_quantile_is_a_value_that_was_measured() -> None:
@@ -18,6 +18,18 @@ def test_times_are_to_the_first_token_and_per_later_token() -> None:
     measured.add(arrived=0.0, first=30.0, last=31.0, num_tokens=9)  # its arrival is not known
     assert list(measured.first_token) == [0.5, 0.25]
     assert list(measured.per_token) == [0.25]
+
+
+def test_the_latest_numbers_are_kept_in_memory_that_does_not_grow() -> None:
+    latest = Latest(3)
+    place = latest._values.buffer_info()
+    assert len(latest) == 0 and list(latest) == [] and quantile(latest, 0.5) == 0.0
+    latest.append(7.0)
+    assert len(latest) == 1 and list(latest) == [7.0]
+    for value in (1.0, 2.0, 5.0, 4.0):
+        latest.append(value)
+    assert len(latest) == 3 and sorted(latest) == [2.0, 4.0, 5.0] and quantile(latest, 0.5) == 4.0
+    assert latest._values.buffer_info() == place
 
 
 def test_the_share_of_time_is_of_the_latest_seconds() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reference.cases import choose
-from reference.ranks.real_ranks import run_ranks
+from reference.ranks.real_ranks import KINDS, run_ranks
 from reference.resident.configs import CONFIGS
 from reference.resident.split_host import split_host, store_of
 
@@ -59,10 +59,11 @@ def on_one_and_on(
     dtype: torch.dtype = torch.float32,
     expert_format: str | None = None,
     family: str = "qwen3_moe",
+    kind: str = "sockets",
 ) -> tuple[Results, list[Results]]:
-    """The results of one process, and of each of the ranks."""
+    """The results of one process, and of each of the ranks. `kind`: of the ranks' exchange."""
     expected = work(make(None, dtype, expert_format, family))  # first: it makes the checkpoint
-    return expected, run_ranks(num_ranks, lambda exchange: work(make(exchange, dtype, expert_format, family)))
+    return expected, run_ranks(num_ranks, lambda exchange: work(make(exchange, dtype, expert_format, family)), kind)
 
 
 def whole_gradients(session: Any) -> Results:
@@ -116,6 +117,46 @@ def test_ten_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batc
     dtype, expert_format, settings = WAYS[way]
     expected, ranks = on_one_and_on(2, make_session_lab, steps_of(make_batch, settings, STEPS), dtype, expert_format)
     assert_trained(expected, ranks)
+
+
+def test_ten_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any) -> None:
+    """They fetch the columns for backward for each layer. bf16, dense layers, shared experts and routed ones."""
+    work = ten_steps(make_batch, {})
+    expected, ranks = on_one_and_on(2, make_session_lab, work, torch.bfloat16, family="glm4_moe", kind="memory")
+    assert_trained(expected, ranks)
+
+
+def test_ranks_that_share_memory_hold_columns_of_one_layer_at_a_time(make_session_lab: Any, make_batch: Any) -> None:
+    batches = [make_batch(20, 11), make_batch(25, 9)]
+
+    def work(lab: Any) -> Results:
+        session, parts, held = lab.session(fill=False), lab.twin.split, []
+        fill(session)
+        release = parts.release
+
+        def look() -> None:
+            held.append(parts.fetched_bytes)
+            release()
+
+        parts.release = look
+        for batch in batches:
+            lab.forward_backward(session, batch, 1000)
+        held.append(parts.fetched_bytes)
+        whole = sum(weight.rows.nbytes for weight in parts._each)  # a rank's columns are as large as its rows
+        return {"held": held, "whole": whole, "head": parts.head.weight.rows.nbytes}
+
+    sockets, memory = (
+        run_ranks(2, lambda exchange: work(make_session_lab(exchange, torch.float32, None)), kind) for kind in KINDS
+    )
+    for found in sockets:
+        assert set(found["held"]) == {found["whole"]}
+    for found in memory:
+        *held, after = found["held"]
+        assert after == 0 and len(held) % 2 == 0
+        head, *layers = held[: len(held) // 2]
+        assert head == found["head"] and len(layers) > 1
+        assert max(layers) <= (found["whole"] - head) / (len(layers) - 1)
+        assert held == [head, *layers] * 2
 
 
 FAMILIES = (
@@ -211,7 +252,7 @@ def test_a_layer_that_is_cut_has_the_bits_of_a_whole_one(make_session_lab: Any, 
         lab.forward_backward(session, batch, 64)
         return whole_gradients(session)
 
-    ranks = run_ranks(2, lambda exchange: work(make_session_lab(exchange, torch.float32, None)))
+    ranks = run_ranks(2, lambda exchange: work(make_session_lab(exchange, torch.float32, None)), "memory")
     for found in ranks:
         assert_same(whole(make_session_lab(None, torch.float32, None)), found)
 
@@ -281,6 +322,7 @@ def test_partial_sums_of_ranks_would_have_other_bits(
         return whole_gradients(session)
 
     def partial(self: Any, by_out: torch.Tensor) -> Any:
+        self.fetch()
         some, rows = by_out.split(len(self.rows), -1), self.columns[: by_out.shape[-1]].split(len(self.rows))
         return sum(one @ other for one, other in zip(some, rows, strict=True))
 
