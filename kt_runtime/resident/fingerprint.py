@@ -79,9 +79,7 @@ def hash_weights_of_ranks(
         for of_rank in digests
         for digest in of_rank[first : first + held]
     ]
-    return _joined(
-        tensors, joined_fingerprint(replace(shape, num_experts=held * beside.share.num_ranks), in_order)
-    )
+    return _joined(tensors, joined_fingerprint(replace(shape, num_experts=held * beside.share.num_ranks), in_order))
 
 
 def _rows(part: WeightPart, num_ranks: int) -> tuple[torch.Tensor, tuple[int, ...], int]:

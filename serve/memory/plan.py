@@ -60,14 +60,15 @@ class ServingShape:
     `session_memory_bytes`: the limit of all training sessions, None: none is stated.
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
-    `cache`: the prefix cache's tiers. `route_bytes`: of the routes that a rank keeps. `tokens_option`: the option that sets the KV
-    cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized weights.
-    `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
-    its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
-    is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
-    the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
-    KV cache with its host tier are split evenly, but for the latents and their projections, which each rank has whole.
+    `cache`: the prefix cache's tiers. `route_bytes`: of the routes that a rank keeps. `tokens_option`: the option that
+    sets the KV cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized
+    weights. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring;
+    `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the
+    fine-tuning API is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`,
+    `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear
+    attention's states, for a model that has it. `ranks`: processes of this host that compute the model together.
+    `hosts`: over which weights and KV cache with its host tier are split evenly, but for the latents and their
+    projections, which each rank has whole.
     """
 
     device: Device = "cpu"

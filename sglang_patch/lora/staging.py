@@ -11,7 +11,7 @@ takes their slots. With a budget (`slots.py`), a request whose adapter does not 
 
 With several ranks every adapter is copied in its batch: threads end at other times on each rank, and what a batch may
 hold must not depend on that. Which adapters are in slots follows from the batches that rank 0 has formed, so it is
-equal on all ranks: a slot whose pages a thread gives back counts as empty for a batch that needs it (`slots.make_room`).
+equal on all ranks. A slot whose pages a thread gives back counts as empty for a batch that needs it (`make_room`).
 
 Everything here runs in the scheduler's thread, except the copies.
 """
