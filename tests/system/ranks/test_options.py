@@ -24,6 +24,7 @@ from reference.server.greedy import Answer, ask
 from system import forked_server
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.main import main
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
@@ -117,7 +118,8 @@ def current(api: ServerAPI, name: str) -> str | None:
 
 
 def registry_name(api: ServerAPI, name: str) -> dict[str, Any]:
-    return next(each for each in api.get("/kt/registry")["names"] if each["name"] == name)
+    absent = {"revision": 0, "revision_here": 0, "not_moved": None}
+    return next((each for each in api.get("/kt/registry")["names"] if each["name"] == name), absent)
 
 
 def answers(api: ServerAPI, name: str | None) -> list[Answer]:
@@ -249,45 +251,33 @@ ROWS = "".join(
 )
 
 
-def begin_job(api: ServerAPI, suffix: str, num_epochs: int) -> str:
-    uploaded = httpx.post(
-        f"{api.url}/v1/files",
-        files={"file": ("rows.jsonl", ROWS)},
-        data={"purpose": "fine-tune"},
-        timeout=SECONDS,
-        trust_env=False,
-    )
-    hyperparameters = {"n_epochs": num_epochs, "batch_size": 2, "learning_rate_multiplier": 25.0}
-    body = {
-        "model": "model",
-        "training_file": uploaded.json()["id"],
-        "suffix": suffix,
-        "seed": 3,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
-    }
-    return str(api.post("/v1/fine_tuning/jobs", body)["id"])
+def test_a_fine_tuning_job_trains_the_model_of_one_rank(
+    place: Place, one: ServerAPI, two: ServerAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job on two ranks, and its recipe on one."""
+    upload = {"files": {"file": ("rows.jsonl", ROWS)}, "data": {"purpose": "fine-tune"}}
+    file = httpx.post(f"{two.url}/v1/files", **upload, timeout=SECONDS, trust_env=False).json()["id"]
+    hyperparameters = {"n_epochs": 3, "batch_size": 2, "learning_rate_multiplier": 25.0}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    body = {"model": "model", "training_file": file, "seed": 3, "method": method}
+    job = two.post("/v1/fine_tuning/jobs", body)["id"]
+    eventually(lambda: two.get(f"/v1/fine_tuning/jobs/{job}")["status"] in ("succeeded", "failed", "cancelled"))
+    ended = two.get(f"/v1/fine_tuning/jobs/{job}")
+    assert ended["status"] == "succeeded", ended["error"]
+    kept = place.adapters("two") / ".finetuning"
+    monkeypatch.setenv("KT_RUNTIME_URL", one.url)
+    recipe = kept / "jobs" / job / "recipe.json"
+    assert main(["train", "--recipe", str(recipe), f"output_dir={tmp_path}", "publish=alike"]) == 0
+    assert current(one, "alike") == current(two, ended["fine_tuned_model"]) is not None
+    losses = [losses_of(run) for run in (kept / "runs" / job, tmp_path)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+    for api, name in ((one, "alike"), (two, ended["fine_tuned_model"])):
+        api.delete(f"/kt/adapters/{name}")
 
 
-def ended_job(api: ServerAPI, job: str) -> tuple[list[dict[str, Any]], str]:
-    """What its steps have computed, and its model's version."""
-    path = f"/v1/fine_tuning/jobs/{job}"
-    eventually(lambda: api.get(path)["status"] in ("succeeded", "failed", "cancelled"))
-    found = api.get(path)
-    assert found["status"] == "succeeded", found["error"]
-    events = api.get(f"{path}/events?limit=100")["data"]
-    told = [event["data"] for event in reversed(events) if event["type"] == "metrics"]
-    steps = [each for each in told if each["kind"] == "step"]
-    version = current(api, found["fine_tuned_model"])
-    assert version is not None
-    return steps, version
-
-
-def test_a_fine_tuning_job_trains_the_model_of_one_rank(one: ServerAPI, two: ServerAPI) -> None:
-    jobs = [(api, begin_job(api, suffix, 3)) for api, suffix in ((one, "of-one"), (two, "of-two"))]
-    (expected, version), (found, of_two) = (ended_job(api, job) for api, job in jobs)
-    assert of_two == version
-    assert len(found) == len(expected) == 6 and len({step["train_loss"] for step in expected}) == 6
-    assert [step["train_loss"] for step in found] == [step["train_loss"] for step in expected]
+def losses_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_a_rank_killed_while_a_version_is_fetched_moves_no_name(place: Place, servers: Servers) -> None:
