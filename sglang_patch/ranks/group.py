@@ -46,7 +46,9 @@ def beside() -> Beside | None:
     """None in a server of one rank. All ranks call it at the same place, once."""
     if num_ranks() == 1:
         return None
-    return Beside(dist.new_group(backend="gloo", timeout=PATIENCE))
+    made = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+    return Beside(made)
 
 
 def agree_on_tokens() -> None:

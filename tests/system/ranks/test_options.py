@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def current(api: ServerAPI, name: str) -> str | None:
     return {each["name"]: each["current"] for each in api.get("/kt/adapters")["adapters"]}.get(name)
 
 
+def wait_for(api: ServerAPI, name: str, version: str | None) -> None:
+    eventually(lambda: current(api, name) == version)
+
+
+def has_moved_everywhere(api: ServerAPI, name: str) -> bool:
+    return registry_name(api, name)["not_moved"] == []
+
+
 def registry_name(api: ServerAPI, name: str) -> dict[str, Any]:
     absent = {"revision": 0, "revision_here": 0, "not_moved": None}
     return next((each for each in api.get("/kt/registry")["names"] if each["name"] == name), absent)
@@ -148,15 +157,15 @@ def test_what_either_publishes_both_serve_with_the_same_bits(one: ServerAPI, two
     versions = []
     for publisher, other, steps in ((one, two, 1), (two, one, 2)):
         versions.append(train_and_publish(publisher, "shared", steps))
-        eventually(lambda other=other: current(other, "shared") == versions[-1])
+        wait_for(other, "shared", versions[-1])
         assert answers(one, "shared") == answers(two, "shared")
     two.post("/kt/adapters/shared/rollback", {"version": versions[0]})
-    eventually(lambda: current(one, "shared") == versions[0])
+    wait_for(one, "shared", versions[0])
     for api in (one, two):
-        eventually(lambda api=api: registry_name(api, "shared")["not_moved"] == [])
+        eventually(partial(has_moved_everywhere, api, "shared"))
     assert answers(one, "shared") == answers(two, "shared") != answers(two, None)
     one.delete("/kt/adapters/shared")
-    eventually(lambda: current(two, "shared") is None)
+    wait_for(two, "shared", None)
 
 
 def replayed(api: ServerAPI, path: Path) -> dict[str, Any]:
@@ -201,7 +210,7 @@ def test_adapters_leave_and_enter_the_slots_of_all_ranks_together(place: Place, 
     for seed, name in enumerate(names):
         lora.write_adapter(place.root / name, lora.random_adapter(config, rank=8, alpha=8.0, seed=seed))
         one.post("/kt/adapters", {"name": name, "path": str(place.root / name)})
-        eventually(lambda name=name: current(two, name) == current(one, name))
+        wait_for(two, name, current(one, name))
     expected = {name: ask(one, PROMPTS[1], name) for name in names}
     for name in (*names, *reversed(names)):
         assert ask(two, PROMPTS[1], name) == expected[name]
@@ -212,7 +221,7 @@ def test_adapters_leave_and_enter_the_slots_of_all_ranks_together(place: Place, 
     assert len(left_slots(place, 0)) > len(names)
     for name in names:
         one.delete(f"/kt/adapters/{name}")
-        eventually(lambda name=name: current(two, name) is None)
+        wait_for(two, name, None)
 
 
 def test_a_full_adapter_directory_refuses_on_all_ranks_and_they_go_on(place: Place, two: ServerAPI) -> None:
@@ -255,7 +264,7 @@ def test_a_fine_tuning_job_trains_the_model_of_one_rank(
     place: Place, one: ServerAPI, two: ServerAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job on two ranks, and its recipe on one."""
-    upload = {"files": {"file": ("rows.jsonl", ROWS)}, "data": {"purpose": "fine-tune"}}
+    upload: dict[str, Any] = {"files": {"file": ("rows.jsonl", ROWS)}, "data": {"purpose": "fine-tune"}}
     file = httpx.post(f"{two.url}/v1/files", **upload, timeout=SECONDS, trust_env=False).json()["id"]
     hyperparameters = {"n_epochs": 3, "batch_size": 2, "learning_rate_multiplier": 25.0}
     method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
@@ -308,7 +317,7 @@ def test_a_rank_killed_while_a_version_is_fetched_moves_no_name(place: Place, se
     assert answers(two, "fetched") == answers(one, "fetched") != before
     eventually(lambda: registry_name(two, "fetched")["revision_here"] == 2)
     one.delete("/kt/adapters/fetched")
-    eventually(lambda: current(two, "fetched") is None)
+    wait_for(two, "fetched", None)
 
 
 def has_not_ended(process: psutil.Process) -> bool:

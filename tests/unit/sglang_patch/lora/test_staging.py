@@ -168,7 +168,8 @@ def test_with_a_budget_ranks_hold_the_same_adapters_whenever_their_threads_give_
     batches = ["first", "second", "third", "first fourth", "fifth", "fourth fifth", "second", "first third", "fifth"]
 
     def run(*, is_held_up: bool) -> list[Any]:
-        made, gate, seen = staging.Staging(manager, 2 * each), threading.Event(), []
+        made, gate = staging.Staging(manager, 2 * each), threading.Event()
+        seen: list[Any] = []
         if is_held_up:
             made._threads.submit(gate.wait, PATIENCE_S)
         for batch in map(str.split, batches):
