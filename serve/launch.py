@@ -34,7 +34,7 @@ from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
-from kt_runtime.serve.finetuning.directory import claimed_finetuning
+from kt_runtime.serve.finetuning.directory import OFF, claimed_finetuning
 from kt_runtime.serve.guarded import guarded
 from kt_runtime.serve.hosts.place import host_place
 from kt_runtime.serve.http.auth import ApiKey
@@ -52,6 +52,7 @@ from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_forma
 from kt_runtime.serve.memory.routes import check_routing_replay
 from kt_runtime.serve.memory.server import (
     plan_server,
+    rank_lora_bytes,
     session_memory_bytes,
     with_lora_rank,
     with_lora_slots,
@@ -65,7 +66,7 @@ from kt_runtime.serve.options.cache_plan import CachePlan
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.options.parsers import NONE, parsers_for
 from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
-from kt_runtime.serve.ranks import with_ranks
+from kt_runtime.serve.ranks import check_ranks
 from kt_runtime.serve.registry.joining import Joining, joining
 from kt_runtime.sglang_patch.options import last_value
 from kt_runtime.sglang_patch.ranks.meeting import VARIABLE as RANKS_MEET
@@ -105,7 +106,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     options = _with_device(options, say)
     model = _resolve(options)
-    options = with_ranks(options, model.config)
+    check_ranks(options, model.config)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
     check_only_on_cpu(options, model.config)
@@ -146,8 +147,9 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         from kt_runtime.serve.hosts.gathering import gathered  # imports torch
 
         ranks = held.enter_context(gathered(options, place, model, adapters, say))
-        registry = joining(options, model.name, model.config, adapters, say)
-        finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
+        registry = joining(options, model.name, model.config, adapters, say) if has_http else None
+        jobs = options.finetuning_dir if has_http else OFF
+        finetuning = held.enter_context(claimed_finetuning(jobs, adapters, say))
         settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts, ranks.address)
         os.environ.update(settings.to_environment())
         os.environ[RANKS_MEET] = ranks.environment.pop(RANKS_MEET)
@@ -409,7 +411,7 @@ def _settings(
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,
-        lora_memory_bytes=options.lora_memory_bytes,
+        lora_memory_bytes=rank_lora_bytes(options),
         gpu_expert_bytes=options.gpu_experts_bytes,
         gpu_expert_format=options.gpu_experts_format,
         pinned_experts=dict(options.pinned_experts),

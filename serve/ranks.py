@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
@@ -12,29 +11,23 @@ from kt_runtime.gguf_file import BLOCKS
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.options.named import ServeOptions
 
-LEAST_COLUMNS = 32
-"""Columns of a packed matrix are a multiple of it (csrc/kernels/layout.h: kColumnUnit)."""
+LEAST_COLUMNS, BLOCK_ROWS = 32, 16
+"""Columns of a packed matrix are a multiple of the first, its rows are in blocks of the second (csrc/kernels/layout.h:
+kColumnUnit, kBlockRows)."""
 
 
-def with_ranks(options: ServeOptions, config: Mapping[str, Any]) -> ServeOptions:
-    """The options without the parts that several ranks have not; unchanged with one.
+def check_ranks(options: ServeOptions, config: Mapping[str, Any]) -> None:
+    """Raises InvalidValueError for an option, machine or model with which several ranks can't be.
 
-    `config`: the model's config.json. Raises InvalidValueError for an option, machine or model with which several ranks
-    can't be.
+    `config`: the model's config.json.
     """
-    if options.tp_size == 1:
-        return options
-    _check(options.tp_size, options, config)
-    return replace(options, finetuning_dir="off")
-
-
-def _check(ranks: int, options: ServeOptions, config: Mapping[str, Any]) -> None:
     from kt_runtime.ranks.share import check_divides  # imports torch
 
+    ranks = options.tp_size
+    if ranks == 1:
+        return
     if has_gpu():
         raise _refused(ranks, "ranks are processes on CPUs so far: start the server with --device cpu")
-    for option, why in _excluded(options):
-        raise _refused(ranks, f"{option} is for one rank: {why}")
     family = family_for(config)
     if not family.splits_over_ranks:
         split = ", ".join(sorted(each.name for each in FAMILIES if each.splits_over_ranks))
@@ -45,6 +38,8 @@ def _check(ranks: int, options: ServeOptions, config: Mapping[str, Any]) -> None
         except InvalidValueError as error:
             raise _refused(ranks, str(error)) from None
     _check_blocks(ranks, config)
+    if options.registry is not None:
+        _check_rows(ranks, config)
 
 
 def _check_blocks(ranks: int, config: Mapping[str, Any]) -> None:
@@ -64,18 +59,21 @@ def _check_blocks(ranks: int, config: Mapping[str, Any]) -> None:
                 )
 
 
-def _excluded(options: ServeOptions) -> list[tuple[str, str]]:
-    """(option, why) of those that were given and need one rank."""
-    given = {
-        ("--registry", "the fingerprint of the weights covers those of one process"): options.registry is not None,
-        ("--max-adapter-disk", "each rank would measure at another time"): options.max_adapter_disk_bytes is not None,
-        ("--routing-replay", "it was not tried on several"): bool(options.routing_replay_bytes),
-        ("--finetuning-dir", "its jobs were not tried on several"): options.finetuning_dir not in (None, "off"),
-        ("--lora-memory", "adapters would leave their slots at other times on each rank"): (
-            options.lora_memory_bytes is not None
-        ),
-    }
-    return [which for which, is_given in given.items() if is_given]
+def _check_rows(ranks: int, config: Mapping[str, Any]) -> None:
+    """Of the same matrices: servers of a registry compare the hash of the packed bytes, in which a rank's rows must be
+    whole blocks to be the bytes of one process."""
+    kinds, family = gguf.packed_tensors(config), family_for(config)
+    modules = {f"{module.name}.weight": module for module in family.lora_modules(config)}
+    for name in sorted(kinds.keys() & modules.keys()):
+        module = modules[name]
+        for rows in () if module.is_whole else module.pieces or (module.out_features,):
+            if rows % (ranks * BLOCK_ROWS):
+                raise _refused(
+                    ranks,
+                    f"--registry: {name} has {rows} rows in blocks of {BLOCK_ROWS}, which can't be split evenly over "
+                    f"{ranks} ranks, so its hash would be another one than with one rank; allowed: a multiple of "
+                    f"{ranks * BLOCK_ROWS}",
+                )
 
 
 def _refused(num_ranks: int, why: str) -> InvalidValueError:

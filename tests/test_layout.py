@@ -82,7 +82,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "workers": set(),
     "memory": set(),
     "host": {"fingerprint", "pacing", "routes"},
-    "twin": {"host", "memory", "scheduler"},
+    "twin": {"fingerprint", "host", "memory", "scheduler"},
     "training": {"twin", "host", "routes", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }

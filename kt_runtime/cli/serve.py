@@ -70,7 +70,7 @@ class ServeCommand(click.Command):
 @click.option(
     "--lora-memory",
     metavar="SIZE",
-    help="Memory for the adapters in batches, as many as it holds, instead of --lora-slots.",
+    help="Memory for the adapters in batches, as many as it holds, instead of --lora-slots. A host's ranks share it.",
 )
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option("--max-adapters", type=int, help="Names that may have an adapter at once. [default: any number]")
@@ -140,8 +140,8 @@ class ServeCommand(click.Command):
 @click.option(
     "--routing-replay",
     metavar="SIZE",
-    help="Keep the experts chosen for served tokens, for training with routing_replay; the oldest make room."
-    " [default: none]",
+    help="Keep the experts chosen for served tokens, for training with routing_replay; the oldest make room. Each rank"
+    " takes SIZE. [default: none]",
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
 @click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")

@@ -52,6 +52,14 @@ def _warn_of_refused_placement() -> None:
         logger.warning("expert weights may lie on another memory node than their threads: %s", refusal)
 
 
+def joined_fingerprint(shape: ExpertShape, digests: Iterable[bytes]) -> str:
+    """`ExpertStore.fingerprint` of a store with all experts. `digests`: as of `ExpertStore.digests`."""
+    digest = hashlib.sha256(f"kt packed v3 {shape}".encode())
+    for found in digests:
+        digest.update(found)
+    return digest.hexdigest()
+
+
 class ExpertStore:
     """Owns the packed weights, which never change. `layers` maps the model's layer index to its ExpertLayer.
 
@@ -159,15 +167,16 @@ class ExpertStore:
 
         Independent of instruction set and number of memory nodes. `each` maps the hash function over the experts.
         """
+        if self._fingerprint is None or fresh:
+            self._fingerprint = joined_fingerprint(self.shape, self.digests(each))
+        return self._fingerprint
+
+    def digests(self, each: Each = map) -> list[bytes]:
+        """sha256 of each expert: of the first layer's in their order, then of the next one's. `each` as above."""
         if self._closed:
             raise ConflictError("the expert store is closed")
-        if self._fingerprint is None or fresh:
-            digest = hashlib.sha256(f"kt packed v3 {self.shape}".encode())
-            experts = [(index, expert) for index in sorted(self._layers) for expert in range(self.shape.num_experts)]
-            for found in each(self._digest, experts):
-                digest.update(found)
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        experts = [(index, expert) for index in sorted(self._layers) for expert in range(self.shape.num_experts)]
+        return list(each(self._digest, experts))
 
     def _digest(self, place: tuple[int, int]) -> bytes:
         index, expert = place

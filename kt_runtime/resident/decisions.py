@@ -36,6 +36,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 class Decisions(msgspec.Struct, frozen=True, array_like=True):
     """`plan`: the bounds of this turn's slices. `is_serving`: the slices count against the setting `train_share`.
 
+    `adapter_bytes`: of the adapter directory, as rank 0 has measured at last (`publishing.holdings`).
     `salt`: set in rank 0's first decisions only; makes the adapter ids of this process unique.
     """
 
@@ -45,6 +46,7 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True):
     plan: Plan
     is_serving: bool
     salt: str = ""
+    adapter_bytes: int = 0
 
     @property
     def is_empty(self) -> bool:

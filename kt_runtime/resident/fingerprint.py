@@ -2,29 +2,35 @@
 
 Several threads of low priority hash each tensor and each expert separately; the fingerprint is the hash of these
 hashes. SHA-256 releases Python's GIL, so the engine's thread keeps running.
+
+Several ranks give the fingerprint of one process: each hashes its experts, and rank 0 the other weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.packed.weight import PackedWeight
-from kt_runtime.experts.store import Each
+from kt_runtime.experts.store import Each, joined_fingerprint
+from kt_runtime.ranks import Beside
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 """One thread hashes 1 to 2 GB/s with SHA instructions; more threads would take memory bandwidth from serving."""
 NICENESS = 10
+BLOCK_ROWS = 16  # csrc/kernels/layout.h: kBlockRows
 
 
 def hash_weights(dense: Mapping[str, torch.Tensor], experts: ExpertStore, each: Each = map) -> str:
@@ -32,19 +38,78 @@ def hash_weights(dense: Mapping[str, torch.Tensor], experts: ExpertStore, each: 
 
     `each`: the built-in `map`, or the `map` of an executor, which distributes the work over its threads.
     """
-    digest = hashlib.sha256(b"kt-runtime weights 2")
     names = sorted(dense)
-    for name, found in zip(names, each(_digest, [dense[name] for name in names]), strict=True):
-        tensor = dense[name]
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode() + found)
-    digest.update(experts.fingerprint(fresh=True, each=each).encode())
+    found = zip(names, each(_digest, [dense[name] for name in names]), strict=True)
+    tensors = [(name, dense[name].dtype, tuple(dense[name].shape), digest) for name, digest in found]
+    return _joined(tensors, experts.fingerprint(fresh=True, each=each))
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """What a rank has of a dense weight. `shape`: of the whole. `sizes`: rows of the pieces of each of which the rank
+    has an even part; () if it has the whole weight."""
+
+    own: torch.Tensor
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+
+
+def hash_weights_of_ranks(
+    parts: Mapping[str, WeightPart], experts: ExpertStore, beside: Beside, each: Each = map
+) -> str:
+    """On rank 0 `hash_weights` of one process that has the whole model; empty on the others. All ranks call it.
+
+    `parts`: of the dense weights, `experts`: this rank's. Rank 0 gets the other parts' bytes. Of packed matrices a
+    rank's rows must be a multiple of 16, a block; else the hash is another one than that of one process.
+    """
+    digests = beside.gathered(experts.digests(each))
+    names = sorted(parts)
+    whole = [name for name in names if not parts[name].sizes] if beside.is_first else []
+    found = dict(zip(whole, each(_digest, [parts[name].own for name in whole]), strict=True))
+    for name in names:
+        if parts[name].sizes:
+            found[name] = beside.sha256(*_rows(parts[name], beside.share.num_ranks))
+    if not beside.is_first:
+        return ""
+    tensors = [(name, parts[name].own.dtype, parts[name].shape, found[name]) for name in names]
+    shape, held = experts.shape, experts.shape.num_experts
+    in_order = [
+        digest
+        for first in range(0, len(digests[0]), held)
+        for of_rank in digests
+        for digest in of_rank[first : first + held]
+    ]
+    return _joined(tensors, joined_fingerprint(replace(shape, num_experts=held * beside.share.num_ranks), in_order))
+
+
+def _rows(part: WeightPart, num_ranks: int) -> tuple[torch.Tensor, tuple[int, ...], int]:
+    """The arguments of `Beside.sha256`."""
+    own, rows, of_whole = _content(part.own), len(part.own), part.shape[0]
+    if isinstance(part.own, PackedWeight):
+        if rows % BLOCK_ROWS:
+            return own[:, None], (num_ranks * len(own),), num_ranks * len(own)
+        of_whole = BLOCK_ROWS * math.ceil(of_whole / BLOCK_ROWS)
+    return own.view(rows, -1), part.sizes, of_whole
+
+
+def _joined(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], bytes]], experts: str) -> str:
+    """`tensors`: name, type, shape and sha256 of each, by name."""
+    digest = hashlib.sha256(b"kt-runtime weights 2")
+    for name, dtype, shape, found in tensors:
+        digest.update(f"{name}:{dtype}:{shape};".encode() + found)
+    digest.update(experts.encode())
     return digest.hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(_content(tensor).numpy().data).digest()
+
+
+def _content(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, uint8."""
     if isinstance(tensor, PackedWeight):
-        return hashlib.sha256(tensor.content().numpy().data).digest()
-    return hashlib.sha256(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data).digest()
+        return tensor.content()
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 class WeightsFingerprint:

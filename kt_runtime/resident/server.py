@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +31,10 @@ from kt_runtime.beside import BATCHES
 from kt_runtime.errors import KtError
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.families import family_for
+from kt_runtime.ranks import Beside
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
+from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights_of_ranks
 from kt_runtime.resident.handlers import Answers, Arrays, RanksDiffer, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
@@ -186,10 +189,13 @@ class Resident:
             self._on_moved,
             stores_at_once=settings.stores_at_once,
             is_writer=server is not None,
-            holdings=Holdings(store.root, settings.max_adapters, settings.max_adapter_disk_bytes),
+            holdings=Holdings(
+                store.root, settings.max_adapters, settings.max_adapter_disk_bytes, measures=server is not None
+            ),
         )
+        self._weights = host.weights if host.beside is None else _of_ranks(self.twin, host, host.beside)
         self._statuses = Statuses(
-            host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
+            self._weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
         self.handlers = SessionHandlers(
@@ -256,7 +262,8 @@ class Resident:
         load = self._host.load()
         is_serving = load.is_serving
         plan = self.scheduler.plan(is_serving, self.budget.turn(load), arrives=bool(arrived))
-        decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
+        held_bytes = self.publisher.holdings.measured_bytes
+        decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt, held_bytes), ""
         return [] if decided.is_empty else [encode(decided)]
 
     def follow(self) -> None:
@@ -268,6 +275,7 @@ class Resident:
         with _training_mode():
             for payload in payloads:
                 decided = decode(payload)
+                self.publisher.holdings.decide(decided.adapter_bytes)
                 if decided.salt:
                     self.publisher.start(decided.salt, self._stored)
                     self._stored = []
@@ -320,6 +328,7 @@ class Resident:
             for key in [key for key in self._files if self._writers.has_ended(key)]:
                 self._answer_written(key)
             self._server.close()
+        self._weights.close()
         self._host.close()
         self._wakeup.close()
 
@@ -372,6 +381,8 @@ class Resident:
             case messages.GetStatus():
                 if self._server is not None:
                     self._statuses.ask(request)
+                else:  # rank 0 hashes with the others
+                    self._weights.future(fresh=request.verify_weights)
                 return None
             case messages.ListAdapters():
                 return replies.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
@@ -518,6 +529,10 @@ class Resident:
 
     def _on_moved(self, lora_id: str, error: Exception | None) -> None:
         self._moved.append(Moved(lora_id, _as_reply(error)))
+
+
+def _of_ranks(twin: Twin, host: Host, beside: Beside) -> WeightsFingerprint:
+    return WeightsFingerprint(partial(hash_weights_of_ranks, twin.parts(), host.experts, beside))
 
 
 def _followed(request: messages.LoadAdapter | messages.FollowAdapter) -> Followed | None:

@@ -18,7 +18,7 @@ CLOCK_SECONDS = 5.0
 
 OF_ONE_HOST = {
     *("model", "host", "port", "api_key", "client_keys", "allow_no_key", "cors_origins", "max_body_bytes"),
-    *("any_model_name", "adapter_dir", "max_adapters", "expert_isa", "expert_threads", "node_rank", "dist_init_addr"),
+    *("any_model_name", "adapter_dir", "registry", "expert_isa", "expert_threads", "node_rank", "dist_init_addr"),
     *("tool_call_parser", "reasoning_parser", "tinker_timeout_s", "finetuning_dir", "runtime_dir", "verbose"),
     *("session_memory_bytes", "placement", "cache_dir"),
 }

@@ -61,14 +61,15 @@ class ServingShape:
     `session_memory_bytes`: the limit of all training sessions, None: none is stated.
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
-    `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
-    cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized weights.
-    `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
-    its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
-    is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
-    the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
-    model that has it. `ranks`: processes of this host that compute the model together. `hosts`: over which weights and
-    KV cache with its host tier are split evenly, but for the latents and their projections, which each rank has whole.
+    `cache`: the prefix cache's tiers. `route_bytes`: of the routes that a rank keeps. `tokens_option`: the option that
+    sets the KV cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized
+    weights. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring;
+    `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the
+    fine-tuning API is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`,
+    `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear
+    attention's states, for a model that has it. `ranks`: processes of this host that compute the model together.
+    `hosts`: over which weights and KV cache with its host tier are split evenly, but for the latents and their
+    projections, which each rank has whole.
     """
 
     device: Device = "cpu"
@@ -169,7 +170,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         *_cache_needs(config, shape),
         _slots_need(device, slots * shape.activation_bytes, shape.lora_memory_bytes),
         _trained_need(device, masters, shape.session_memory_bytes),
-        MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
+        MemoryNeed("routes for routing replay", "cpu", shape.ranks * shape.route_bytes, ("--routing-replay",)),
         MemoryNeed("columns of weights for training over ranks", device, _columns_bytes(config, shape) // shape.hosts),
         MemoryNeed(ACTIVATIONS, device, shape.ranks * _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),

@@ -46,7 +46,7 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         expert_format=options.expert_format,
         cache=options.cache,
         route_bytes=options.routing_replay_bytes,
-        runs_jobs=options.finetuning_dir != "off",
+        runs_jobs=options.finetuning_dir != "off" and not options.node_rank,
         gpu_expert_bytes=options.gpu_experts_bytes if with_gpu else 0,
         tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
         graph_requests=graph_requests,
@@ -101,6 +101,12 @@ def with_lora_slots(options: ServeOptions, config: Mapping[str, Any]) -> ServeOp
             f"{options.max_lora_rank}, of {format_bytes(slot_bytes)} each; the base and one adapter need two"
         )
     return replace(options, lora_slots=slots)
+
+
+def rank_lora_bytes(options: ServeOptions) -> int | None:
+    """Of the adapters in a rank's slots: an even part of what this host may have."""
+    ranks = options.tp_size // options.nnodes
+    return None if options.lora_memory_bytes is None else options.lora_memory_bytes // ranks
 
 
 def with_microbatch(options: ServeOptions, config: Mapping[str, Any], name: str) -> ServeOptions:

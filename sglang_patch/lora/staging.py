@@ -9,8 +9,9 @@ more in a slot: they take less time than a decode step.
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
 takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too.
 
-With several ranks every adapter is copied in its batch, and slots keep their pages: threads end at other times on each
-rank, and what a batch may hold must not depend on that.
+With several ranks every adapter is copied in its batch: threads end at other times on each rank, and what a batch may
+hold must not depend on that. Which adapters are in slots follows from the batches that rank 0 has formed, so it is
+equal on all ranks. A slot whose pages a thread gives back counts as empty for a batch that needs it (`make_room`).
 
 Everything here runs in the scheduler's thread, except the copies.
 """
@@ -116,6 +117,8 @@ class Staging:
             for slot in slots.trim(self._manager, self.kept(in_use()), self.budget_bytes):
                 self._release(slot)
             self._present = set(self._manager.memory_pool.uid_to_buffer_id)
+            if left := present - self._present:
+                logger.info("adapters left their slots, of which %d bytes may be used: %s", self.budget_bytes, left)
 
     def kept(self, in_use: set[str]) -> set[str | None]:
         """The adapters that keep their slots."""

@@ -69,15 +69,14 @@ class SGLangHost:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
-        self.exchange = group.exchange()
+        self.exchange, self.beside = group.exchange(), group.beside()
         self.members = members.Members(
             self._runner.model, settings.host_address, partial(cache_metrics.own_disk, scheduler)
         )
         self._asks_frontend = group.rank() == 0
         self._names = NamesChannel(settings.names_address)
         self._to_drop: set[str] = set()
-        budget_bytes = settings.lora_memory_bytes if self.num_ranks == 1 else None
-        self._staging = lora_staging.start(self._runner.lora_manager, budget_bytes)
+        self._staging = lora_staging.start(self._runner.lora_manager, settings.lora_memory_bytes)
         self.model = settings.model
         self.model_directory = settings.model_directory
         self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())

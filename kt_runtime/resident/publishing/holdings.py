@@ -1,8 +1,8 @@
 """What a server may hold of adapters: `serve --max-adapters`, `--max-adapter-disk`.
 
 The number of names is exact. The directory is measured by a thread, every few seconds: the engine's thread reads no
-disk. So what is written between two measurements may go beyond the limit. One rank only: a measurement differs from
-rank to rank.
+disk. So what is written between two measurements may go beyond the limit. Rank 0 alone measures: what it has measured
+becomes a decision (`decide`), so that all ranks refuse the same.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ LARGEST_SHARE = 0.02
 
 
 class Holdings:
-    """`directory`: of the adapters. None: no limit. Thread-safe."""
+    """`directory`: of the adapters. None: no limit. `measures`: this is rank 0. `measured_bytes`: of the directory, at
+    last."""
 
-    def __init__(self, directory: Path, max_names: int | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_names: int | None = None, max_bytes: int | None = None, *, measures: bool = True
+    ) -> None:
         self._directory, self._max_names, self._max_bytes = directory, max_names, max_bytes
-        self._num_bytes = 0
+        self.measured_bytes = self._num_bytes = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if max_bytes is not None:
+        if max_bytes is not None and measures:
             self._thread = threading.Thread(target=self._measure, name="kt-holdings", daemon=True)
             self._thread.start()
+
+    def decide(self, num_bytes: int) -> None:
+        """Every rank: the directory has so many bytes, as rank 0 has measured."""
+        self._num_bytes = num_bytes
 
     def check_name(self, name: str, names: Collection[str]) -> None:
         """`names`: those that adapters have. Raises LimitError for one more than allowed."""
@@ -63,7 +70,7 @@ class Holdings:
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             began = time.monotonic()
-            self._num_bytes = bytes_below(self._directory)
+            self.measured_bytes = bytes_below(self._directory)
             pause_s = max(PAUSE_SECONDS, (time.monotonic() - began) / LARGEST_SHARE)
 
 

@@ -32,6 +32,7 @@ from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.families.stack import DecoderStack, Latent
 from kt_runtime.ops.rotary import Rotary
+from kt_runtime.resident.fingerprint import WeightPart
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention, delta_net, llama4
 from kt_runtime.resident.twin.attention import Positions
@@ -46,7 +47,7 @@ from kt_runtime.resident.twin.frozen import (
 )
 from kt_runtime.resident.twin.replay import LayerRoutes
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, grouped_router
-from kt_runtime.resident.twin.split import SplitParts, SplitVocabulary, own_source, split_attention, split_mlps
+from kt_runtime.resident.twin.split import SplitParts, SplitVocabulary, own_source, part_of, split_attention, split_mlps
 
 
 class Twin:
@@ -68,11 +69,15 @@ class Twin:
             self._model = _on_meta(self.family, host)
             self._chunks = _chunks(self.family, host.config)
             self._place_experts(host.config)
-            sources, tensors = self.family.twin_sources(host.config), host.tensors()
+            whole, tensors = self.family.twin_sources(host.config), host.tensors()
+            sources = whole
             if host.exchange is not None:
                 share = host.exchange.share
-                sources = [own_source(source, self._model, tensors, share) for source in sources]
+                sources = [own_source(source, self._model, tensors, share) for source in whole]
             self._views = _share(self._model, sources, tensors)
+            self._parts = {
+                source.name: part_of(source, self._views[source.name], self._model, host.num_ranks) for source in whole
+            }
             self._angles = (
                 _engine_tensor("rotary table", self.family.rotary_table_of(host.config), tensors).to(host.dtype)
                 if host.attends_in_float32
@@ -204,6 +209,10 @@ class Twin:
     def views(self) -> Mapping[str, torch.Tensor]:
         """Every dense parameter and buffer by its Hugging Face name: views of the engine's tensors."""
         return self._views
+
+    def parts(self) -> dict[str, WeightPart]:
+        """Of several ranks: what this one has of each dense weight, by its Hugging Face name."""
+        return dict(self._parts)
 
     @contextlib.contextmanager
     def recomputing(self, layer: int) -> Iterator[None]:

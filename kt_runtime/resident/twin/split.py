@@ -41,6 +41,7 @@ from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.families import TensorSource
 from kt_runtime.ops.matmul import gradient_product, lora_product, master_gradient, served_product
 from kt_runtime.ranks import Exchange, Pieces, Share
+from kt_runtime.resident.fingerprint import WeightPart
 from kt_runtime.resident.memory import FreedMemory
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp
@@ -357,8 +358,9 @@ def split_attention(attention: Any, exchange: Exchange) -> None:
         if (linear := getattr(attention, name, None)) is not None:
             linear.__class__ = SplitLinear
     getattr(attention, "o_proj" if hasattr(attention, "o_proj") else "out_proj").__class__ = SplitOutput
-    if hasattr(attention, "in_proj_qkv"):
-        attention.in_proj_qkv.pieces = (attention.key_dim, attention.key_dim, attention.value_dim)
+    for name in ("in_proj_qkv", "conv1d"):
+        if (module := getattr(attention, name, None)) is not None:
+            module.pieces = (attention.key_dim, attention.key_dim, attention.value_dim)
     for name in ("num_k_heads", "num_v_heads"):  # of Gated DeltaNet
         if hasattr(attention, name):
             setattr(attention, name, getattr(attention, name) // exchange.share.num_ranks)
@@ -405,6 +407,14 @@ def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tens
         count = len(engine[source.source])
         return replace(source, start=0, stop=count, shape=(count, *source.shape[1:]))
     return source
+
+
+def part_of(source: TensorSource, own: Tensor, model: nn.Module, num_ranks: int) -> WeightPart:
+    """What a rank has of the weight that one process has as `source`. `own`: of the twin."""
+    if tuple(own.shape) == source.shape:
+        return WeightPart(own, source.shape)
+    module: Any = model.get_submodule(source.name.rpartition(".")[0])
+    return WeightPart(own, source.shape, getattr(module, "pieces", ()) or (num_ranks * len(own),))
 
 
 class SplitParts:

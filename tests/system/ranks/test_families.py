@@ -52,12 +52,14 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path, family: str) -> None:
     lora.write_adapter(tmp_path / "given", lora.random_adapter(config, rank=6, alpha=12.0, seed=2))
     with running(tmp_path, "one") as api:
         answers, session = answers_of(api, tmp_path), trained(api, tmp_path, "one")
+        fingerprint = api.get("/kt/status?verify=true")["fingerprint"]
     assert len({session[f"loss {step}"] for step in range(STEPS)}) == STEPS
     with running(tmp_path, "two", "--tp-size", "2", "--exact") as api:
         assert answers_of(api, tmp_path) == answers
         for name, value in trained(api, tmp_path, "two").items():
             assert value == session[name], name
-        status = api.get("/kt/status")
+        status = api.get("/kt/status?verify=true")
+        assert status["fingerprint"] == fingerprint  # a registry takes both
         assert (status["step"], status["step_exceptions"], len(status["ranks"])) == (STEP_RUNNING, [], 2)
     with running(tmp_path, "modules", "--tp-size", "2", "--no-step") as api:
         assert answers_of(api, tmp_path) == answers

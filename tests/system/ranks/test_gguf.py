@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -83,6 +84,12 @@ def make_gguf(directory: Path, case: str) -> dict[str, object]:
     return config
 
 
+def status_of(api: ServerAPI) -> dict[str, Any]:
+    """With the fingerprint, whose computation it waits for."""
+    status: dict[str, Any] = api.get("/kt/status?verify=true")
+    return status
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -93,13 +100,14 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path, case: str) -> None:
     config = make_gguf(tmp_path, case)
     assert family_for(config).splits_over_ranks
     with running(tmp_path, "one") as api:
-        answers, session, whole = answers_of(api, tmp_path), trained(api, tmp_path, "one"), api.get("/kt/status")
+        answers, session, whole = answers_of(api, tmp_path), trained(api, tmp_path, "one"), status_of(api)
     assert len({session[f"loss {step}"] for step in range(STEPS)}) == STEPS
     with running(tmp_path, "two", "--tp-size", "2", "--exact") as api:
         assert answers_of(api, tmp_path) == answers
         for name, value in trained(api, tmp_path, "two").items():
             assert value == session[name], name
-        status = api.get("/kt/status")
+        status = status_of(api)
+    assert status["fingerprint"] == whole["fingerprint"]  # a registry takes both
     assert (status["step"], status["step_exceptions"], len(status["ranks"])) == (STEP_RUNNING, [], 2)
     kept = KEPT.search((tmp_path / "two.log").read_text(errors="replace"))
     assert kept is not None and int(kept[1]) > 0

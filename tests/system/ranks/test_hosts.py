@@ -120,7 +120,7 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}}
     with pair(tmp_path, ends, "thin") as hosts:
         ready(hosts)
-        assert hosts.api.get("/kt/status")["step"] == STEP_RUNNING
+        assert hosts.api.get("/kt/status?verify=true")["step"] == STEP_RUNNING  # the weights are hashed by then
         hosts.api.post("/generate", body)
         before = [end.sent_bytes() for end in ends]
         hosts.api.post("/generate", body)

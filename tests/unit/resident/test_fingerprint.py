@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from reference.cases import choose
+from reference.ranks.real_ranks import run_ranks
+from reference.resident.configs import CONFIGS, FURTHER
+from reference.resident.split_host import split_host
 
-from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
+from kt_runtime.ranks import Beside, Exchange
+from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights, hash_weights_of_ranks
 from kt_runtime.resident.twin.model import dense_views
+
+FEW = ["qwen3_moe", "deepseek_v3", "qwen3_5_moe"]
+FAMILIES = sorted({*CONFIGS, *FURTHER})
 
 
 def test_it_is_of_what_the_twin_computes_with_before_there_is_a_twin(lab: Any) -> None:
@@ -35,6 +45,33 @@ def test_names_types_and_shapes_are_part_of_it(deepseek_lab: Any) -> None:
         {**views, name: views["model.layers.0.mlp.up_proj.weight"]},
     ]
     assert len({hash_weights(each, experts) for each in (views, *others)}) == 5
+
+
+@pytest.mark.parametrize("family", choose(few=FEW, usual=FAMILIES, every=FAMILIES))
+def test_ranks_have_the_fingerprint_of_one_process(
+    make_host: Callable[..., Any], make_further_host: Callable[..., Any], lab_of: Callable[[Any], Any], family: str
+) -> None:
+    """Fused layers in parts, a padded vocabulary, pieces of Gated DeltaNet, latent attention; and a byte that differs
+    on the last rank only."""
+
+    def whole() -> Any:
+        return (make_host if family in CONFIGS else make_further_host)(family)
+
+    def of_rank(exchange: Exchange) -> list[str]:
+        assert dist.group.WORLD is not None
+        lab = lab_of(split_host(whole(), exchange))
+        beside = Beside(dist.group.WORLD)
+        parts = lab.twin.parts()
+        found = [hash_weights_of_ranks(parts, lab.host.experts, beside) for _ in range(2)]
+        if exchange.share.rank == 1:
+            part = next(part for name, part in reversed(parts.items()) if part.sizes)
+            part.own.detach().view(torch.uint8).view(-1)[0] ^= 1
+        return [*found, hash_weights_of_ranks(parts, lab.host.experts, beside)]
+
+    expected = lab_of(whole()).fingerprint()
+    first, other = run_ranks(2, of_rank)
+    assert first[:2] == [expected] * 2 and first[2] != expected
+    assert other == [""] * 3
 
 
 def test_it_is_computed_once_beside_the_caller_and_anew_on_request() -> None:

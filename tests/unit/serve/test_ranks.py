@@ -12,7 +12,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.serve.ranks import with_ranks
+from kt_runtime.serve.ranks import check_ranks
 
 QWEN = load_preset("tiny-qwen3-moe").config
 TWO = ServeOptions(model="tiny-qwen3-moe", device="cpu", tp_size=2)
@@ -23,18 +23,20 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kt_runtime.serve.ranks.has_gpu", lambda: False)
 
 
-def test_ranks_are_taken_and_do_not_run_fine_tuning_jobs() -> None:
-    assert with_ranks(TWO, QWEN) == replace(TWO, finetuning_dir="off")
-
-
-def test_ranks_have_all_tiers_of_the_prefix_cache() -> None:
-    tiers = replace(TWO, cache_host_bytes=1 << 24, cache_disk_bytes=1 << 24)
-    assert with_ranks(tiers, QWEN) == replace(tiers, finetuning_dir="off")
-
-
-def test_one_rank_changes_nothing() -> None:
-    one = replace(TWO, tp_size=1, exact=True)
-    assert with_ranks(one, QWEN) == one
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"cache_host_bytes": 1 << 24, "cache_disk_bytes": 1 << 24},
+        {"registry": "/srv/registry"},
+        {"routing_replay_bytes": 1 << 20},
+        {"finetuning_dir": "/srv/jobs"},
+        {"lora_memory_bytes": 1 << 20},
+        {"max_adapter_disk_bytes": 1 << 20},
+    ],
+)
+def test_ranks_are_taken_with_the_options_of_one(given: dict[str, Any]) -> None:
+    check_ranks(replace(TWO, **given), QWEN)
 
 
 @pytest.mark.parametrize(
@@ -50,27 +52,12 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_with_both_v
     ranks: int, changed: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidValueError, match=problem):
-        with_ranks(replace(TWO, tp_size=ranks), {**QWEN, **changed})
-
-
-@pytest.mark.parametrize(
-    ("given", "option"),
-    [
-        ({"registry": "/srv/registry"}, "--registry"),
-        ({"routing_replay_bytes": 1 << 20}, "--routing-replay"),
-        ({"finetuning_dir": "/srv/jobs"}, "--finetuning-dir"),
-        ({"lora_memory_bytes": 1 << 20}, "--lora-memory"),
-        ({"max_adapter_disk_bytes": 1 << 20}, "--max-adapter-disk"),
-    ],
-)
-def test_options_for_one_rank_are_refused(given: dict[str, Any], option: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"--tp-size 2: {option} is for one rank: "):
-        with_ranks(replace(TWO, **given), QWEN)
+        check_ranks(replace(TWO, tp_size=ranks), {**QWEN, **changed})
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES if family.splits_over_ranks])
 def test_two_ranks_can_share_the_tiny_model_of_each_family_that_is_split(family: str) -> None:
-    assert with_ranks(TWO, PRESETS[family].config) == replace(TWO, finetuning_dir="off")
+    check_ranks(TWO, PRESETS[family].config)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +73,13 @@ def test_two_ranks_can_share_the_tiny_model_of_each_family_that_is_split(family:
 )
 def test_dense_layers_and_shared_experts_must_divide_too(family: str, changed: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidValueError, match=f"--tp-size 2: {problem}"):
-        with_ranks(TWO, {**PRESETS[family].config, **changed})
+        check_ranks(TWO, {**PRESETS[family].config, **changed})
 
 
 def test_a_family_that_is_not_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(family_for(QWEN)), "splits_over_ranks", False)
     with pytest.raises(InvalidValueError, match="--tp-size 2: the family qwen3_moe is not split over ranks yet"):
-        with_ranks(TWO, QWEN)
+        check_ranks(TWO, QWEN)
 
 
 def gguf_config(**dense: str) -> dict[str, Any]:
@@ -103,16 +90,27 @@ def gguf_config(**dense: str) -> dict[str, Any]:
 def test_a_block_of_a_gguf_models_matrix_is_not_cut() -> None:
     """Of 128 inputs two ranks have 64 each: two blocks of Q8_0, a quarter of one of Q4_K."""
     assert QWEN["hidden_size"] == 128
-    assert with_ranks(TWO, gguf_config(q_proj="Q8_0")).tp_size == 2
+    check_ranks(TWO, gguf_config(q_proj="Q8_0"))
     problem = r"--tp-size 2: .*q_proj\.weight has 128 inputs in blocks of 256 \(Q4_K\), which can't be split .* 2 ranks"
     with pytest.raises(InvalidValueError, match=problem):
-        with_ranks(TWO, gguf_config(v_proj="Q8_0", q_proj="Q4_K"))
+        check_ranks(TWO, gguf_config(v_proj="Q8_0", q_proj="Q4_K"))
+
+
+def test_a_registry_needs_whole_blocks_of_rows_of_a_gguf_model() -> None:
+    """Of 64 rows two ranks have 32 each, and of 48 they have one block and a half."""
+    shared = replace(TWO, registry="/srv/registry")
+    check_ranks(shared, gguf_config(k_proj="Q8_0"))
+    odd = {**gguf_config(k_proj="Q8_0"), "head_dim": 24}
+    check_ranks(TWO, odd)
+    problem = r"--tp-size 2: --registry: .*k_proj\.weight has 48 rows in blocks of 16, .* allowed: a multiple of 32"
+    with pytest.raises(InvalidValueError, match=problem):
+        check_ranks(shared, odd)
 
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kt_runtime.serve.ranks.has_gpu", lambda: True)
     with pytest.raises(InvalidValueError, match="--tp-size 2: ranks are processes on CPUs so far"):
-        with_ranks(TWO, QWEN)
+        check_ranks(TWO, QWEN)
 
 
 @pytest.mark.parametrize("ranks", [0, -1])

@@ -25,6 +25,8 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def refusal_of_disk(held: Holdings) -> str:
+    """Once what was measured is decided."""
+    held.decide(held.measured_bytes)
     try:
         held.check_disk("adapter 'bob'")
     except LimitError as error:

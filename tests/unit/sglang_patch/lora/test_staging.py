@@ -157,6 +157,42 @@ def test_a_budget_moves_adapters_out_and_lets_requests_wait(
     wait_for(stage, "first")
 
 
+def test_with_a_budget_ranks_hold_the_same_adapters_whenever_their_threads_give_pages_back(
+    manager: Any, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose thread is held up beside one whose thread is not: what may run and what is in slots are equal."""
+    monkeypatch.setattr(staging.group, "num_ranks", lambda: 2)
+    for name in NAMES:
+        installed(name)
+    each = pool_module.slot_bytes(manager.memory_pool, manager.loras["first"])
+    batches = ["first", "second", "third", "first fourth", "fifth", "fourth fifth", "second", "first third", "fifth"]
+
+    def run(*, is_held_up: bool) -> list[Any]:
+        made, gate = staging.Staging(manager, 2 * each), threading.Event()
+        seen: list[Any] = []
+        if is_held_up:
+            made._threads.submit(gate.wait, PATIENCE_S)
+        for batch in map(str.split, batches):
+            seen.append([made.may_run(name, {"first", "second"}) for name in NAMES])
+            manager.fetch_new_loras({None, *batch})
+            made.turn(lambda batch=batch: set(batch))  # type: ignore[misc]
+            while not is_held_up and made._emptied:
+                made.settle()
+            seen.append(in_slots(manager))
+        gate.set()
+        made.budget_bytes, made._present = 0, set()
+        made.turn(set)
+        while made._emptied:
+            made.settle()
+        made.close()
+        return seen
+
+    expected = run(is_held_up=False)
+    assert run(is_held_up=True) == expected
+    assert [None, None, False, False, False] in expected
+    assert all(len(held) <= 2 for held in expected[1::2])
+
+
 def test_a_batch_takes_another_adapter_s_slot_before_one_that_a_request_awaits(
     manager: Any, stage: staging.Staging, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
