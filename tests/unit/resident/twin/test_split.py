@@ -121,7 +121,7 @@ def test_ten_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batc
 
 def test_ten_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any) -> None:
     """They fetch the columns for backward for each layer. bf16, dense layers, shared experts and routed ones."""
-    work = ten_steps(make_batch, {})
+    work = steps_of(make_batch, {}, STEPS)
     expected, ranks = on_one_and_on(2, make_session_lab, work, torch.bfloat16, family="glm4_moe", kind="memory")
     assert_trained(expected, ranks)
 
