@@ -25,7 +25,7 @@ from kt_runtime.experts import ExpertGradients, ExpertLayer, LoraSlot
 from kt_runtime.ranks.exchange import Exchange
 from kt_runtime.ranks.share import Share
 
-LEAST_PAIRS, MOST_PARTS = 128, 8
+LEAST_PAIRS, MOST_PARTS = 1024, 8
 """Of a rank's pairs, as many are computed at a time, or an eighth; always whole experts."""
 
 
