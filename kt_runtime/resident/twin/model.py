@@ -70,13 +70,14 @@ class Twin:
             self._chunks = _chunks(self.family, host.config)
             self._place_experts(host.config)
             whole, tensors = self.family.twin_sources(host.config), host.tensors()
-            sources = whole
+            sources, num_ranks = whole, 1
             if host.exchange is not None:
                 share = host.exchange.share
+                num_ranks = share.num_ranks
                 sources = [own_source(source, self._model, tensors, share) for source in whole]
             self._views = _share(self._model, sources, tensors)
             self._parts = {
-                source.name: part_of(source, self._views[source.name], self._model, host.num_ranks) for source in whole
+                source.name: part_of(source, self._views[source.name], self._model, num_ranks) for source in whole
             }
             self._angles = (
                 _engine_tensor("rotary table", self.family.rotary_table_of(host.config), tensors).to(host.dtype)
