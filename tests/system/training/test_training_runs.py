@@ -205,12 +205,22 @@ def _served(api: ServerAPI) -> str:
 def test_check_touches_nothing(
     command: Callable[..., list[str]], api: ServerAPI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = _state(api)
+    before = _settled_state(api)
     assert main([*command("dpo"), "--check"]) == 0
     said = capsys.readouterr().out
     for text in ("6 optimizer steps", "reference: the base model", "would train 121,728 parameters", "nothing was"):
         assert text in said
     assert _state(api) == before and not (tmp_path / "out").exists()
+
+
+def _settled_state(api: ServerAPI) -> Any:
+    """When what earlier tests began has ended: it does not change any more."""
+    deadline = time.monotonic() + RUN_SECONDS
+    state = None
+    while state != (state := _state(api)):
+        assert time.monotonic() < deadline, state
+        time.sleep(1)
+    return state
 
 
 def _state(api: ServerAPI) -> Any:
