@@ -213,7 +213,7 @@ def test_threads_of_a_thread_that_gives_way_do_so_too(monkeypatch: pytest.Monkey
         begins()
         seen.extend(tensors.on_threads(lambda _: batches.gives_way(), range(3)))
 
-    for begins in (lambda: None, batches.hurry):
+    for begins in (batches.hurry, batches.give_way):
         thread = threading.Thread(target=work, args=(begins,))
         thread.start()
         thread.join(PATIENCE_SECONDS)
