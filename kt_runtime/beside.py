@@ -85,14 +85,20 @@ class Batches:
     def give(self) -> None:
         """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, while there
         are pieces of work."""
-        if not (self._has_paused or self._hurrying):
+        seconds, has_pieces = self._seconds, self._has_paused
+        self._seconds, self._has_paused = 0.0, False
+        if not seconds or not (has_pieces or self._hurrying):
             return
-        now, seconds = self._clock(), self._seconds
-        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds) * self._has_paused
-        waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS) * (seconds > 0)
-        self._has_paused, self._seconds = False, 0.0
+        now = self._clock()
+        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds)
+        waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS)
         while True:
-            ends = waited if self._hurries(now) else given if now - self._last_piece < IDLE_SECONDS else now
+            if self._hurries(now):
+                ends = waited
+            elif has_pieces and now - self._last_piece < IDLE_SECONDS:
+                ends = given
+            else:
+                return
             if now >= ends:
                 return
             self._sleep(min(DOZE_SECONDS, ends - now))

@@ -12,11 +12,11 @@ SGLang's dense weights are plain `[out, in]` matrices, even if the checkpoint ha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ EXPERTS: Final = "experts"
 GROUPS: Final = (ATTENTION, MLP, SHARED, EXPERTS)
 
 Config = Mapping[str, Any]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +302,7 @@ class Family(ABC):
 
         A plan of memory asks a dozen times: of equal configs the list is made once.
         """
-        try:
-            encoded = msgspec.json.encode(config)
-        except TypeError:  # not the content of a file
-            return self._made_twin_sources(config)
-        return list(_twin_sources(self, encoded))
+        return _made_once(type(self)._made_twin_sources, self, config)
 
     def _made_twin_sources(self, config: Config) -> list[TensorSource]:
         self.check(config)
@@ -324,11 +321,7 @@ class Family(ABC):
 
         Loading an adapter asks a dozen times: of equal configs the list is made once.
         """
-        try:
-            encoded = msgspec.json.encode(config)
-        except TypeError:  # not the content of a file
-            return self._made_lora_modules(config)
-        return list(_lora_modules(self, encoded))
+        return _made_once(type(self)._made_lora_modules, self, config)
 
     def _made_lora_modules(self, config: Config) -> list[LoraModule]:
         self.check(config)
@@ -452,16 +445,19 @@ def require(config: Config, key: str, value: Any, reason: str, *, default: Any =
         raise InvalidValueError(f"config.json: {key!r} is {found!r}; only {value!r} can be used: {reason}")
 
 
-@lru_cache(maxsize=8)
-def _twin_sources(family: Family, encoded: bytes) -> tuple[TensorSource, ...]:
-    """`encoded`: the config as JSON."""
-    return tuple(family._made_twin_sources(msgspec.json.decode(encoded)))
+def _made_once(make: Callable[[Any, Config], list[_T]], family: Family, config: Config) -> list[_T]:
+    """`make(family, config)`, which is called once for equal configs."""
+    try:
+        encoded = msgspec.json.encode(config)
+    except TypeError:  # not the content of a file
+        return make(family, config)
+    return list(_made(make, family, encoded))
 
 
-@lru_cache(maxsize=8)
-def _lora_modules(family: Family, encoded: bytes) -> tuple[LoraModule, ...]:
+@lru_cache(maxsize=16)
+def _made(make: Callable[[Any, Config], list[_T]], family: Family, encoded: bytes) -> tuple[_T, ...]:
     """`encoded`: the config as JSON."""
-    return tuple(family._made_lora_modules(msgspec.json.decode(encoded)))
+    return tuple(make(family, msgspec.json.decode(encoded)))
 
 
 def _gated_mlp(parent: str, hidden: int, intermediate: int, group: str) -> list[FusedLinear]:

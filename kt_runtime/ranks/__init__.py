@@ -5,16 +5,16 @@ The ranks exchange columns and rows, never partial sums: a sum has the order of 
 of one process, bit for bit. How processes are started and connected is the serving engine's matter (`sglang_patch`).
 """
 
-from kt_runtime.ranks.beside import Beside
 from kt_runtime.ranks.connections import sockets_of
 from kt_runtime.ranks.exchange import Exchange
 from kt_runtime.ranks.experts import SharedExperts, TrainedExperts
+from kt_runtime.ranks.hashing_group import HashingGroup
 from kt_runtime.ranks.native import shared_memory_of
 from kt_runtime.ranks.share import Pieces, Share
 
 __all__ = [
-    "Beside",
     "Exchange",
+    "HashingGroup",
     "Pieces",
     "Share",
     "SharedExperts",

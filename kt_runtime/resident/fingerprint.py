@@ -23,7 +23,7 @@ import torch
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.packed.weight import PackedWeight
 from kt_runtime.experts.store import Each, joined_fingerprint
-from kt_runtime.ranks import Beside
+from kt_runtime.ranks import HashingGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +55,21 @@ class WeightPart:
 
 
 def hash_weights_of_ranks(
-    parts: Mapping[str, WeightPart], experts: ExpertStore, beside: Beside, each: Each = map
+    parts: Mapping[str, WeightPart], experts: ExpertStore, group: HashingGroup, each: Each = map
 ) -> str:
     """On rank 0 `hash_weights` of one process that has the whole model; empty on the others. All ranks call it.
 
     `parts`: of the dense weights, `experts`: this rank's. Rank 0 gets the other parts' bytes. Of packed matrices a
     rank's rows must be a multiple of 16, a block; else the hash is another one than that of one process.
     """
-    digests = beside.gathered(experts.digests(each))
+    digests = group.gathered(experts.digests(each))
     names = sorted(parts)
-    whole = [name for name in names if not parts[name].sizes] if beside.is_first else []
+    whole = [name for name in names if not parts[name].sizes] if group.is_first else []
     found = dict(zip(whole, each(_digest, [parts[name].own for name in whole]), strict=True))
     for name in names:
         if parts[name].sizes:
-            found[name] = beside.sha256(*_rows(parts[name], beside.share.num_ranks))
-    if not beside.is_first:
+            found[name] = group.sha256(*_rows(parts[name], group.share.num_ranks))
+    if not group.is_first:
         return ""
     tensors = [(name, parts[name].own.dtype, parts[name].shape, found[name]) for name in names]
     shape, held = experts.shape, experts.shape.num_experts
@@ -79,11 +79,11 @@ def hash_weights_of_ranks(
         for of_rank in digests
         for digest in of_rank[first : first + held]
     ]
-    return _joined(tensors, joined_fingerprint(replace(shape, num_experts=held * beside.share.num_ranks), in_order))
+    return _joined(tensors, joined_fingerprint(replace(shape, num_experts=held * group.share.num_ranks), in_order))
 
 
 def _rows(part: WeightPart, num_ranks: int) -> tuple[torch.Tensor, tuple[int, ...], int]:
-    """The arguments of `Beside.sha256`."""
+    """The arguments of `HashingGroup.sha256`."""
     own, rows, of_whole = _content(part.own), len(part.own), part.shape[0]
     if isinstance(part.own, PackedWeight):
         if rows % BLOCK_ROWS:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
-    from kt_runtime.ranks import Beside, Exchange
+    from kt_runtime.ranks import Exchange, HashingGroup
     from kt_runtime.resident.fingerprint import WeightsFingerprint
     from kt_runtime.resident.pacing.budget import Load
     from kt_runtime.resident.pacing.latencies import Latencies
@@ -49,7 +49,7 @@ class Host(Protocol):
     """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
     exchange: Exchange | None
     """Of ranks each of which has parts of the model's tensors and experts. None: this process has all of them."""
-    beside: Beside | None
+    hashing_group: HashingGroup | None
     """Of the same ranks, for a thread beside the engine's."""
     max_lora_rank: int
     context_tokens: int

@@ -31,7 +31,7 @@ from kt_runtime.beside import BATCHES
 from kt_runtime.errors import KtError
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.families import family_for
-from kt_runtime.ranks import Beside
+from kt_runtime.ranks import HashingGroup
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights_of_ranks
@@ -193,7 +193,7 @@ class Resident:
                 store.root, settings.max_adapters, settings.max_adapter_disk_bytes, measures=server is not None
             ),
         )
-        self._weights = host.weights if host.beside is None else _of_ranks(self.twin, host, host.beside)
+        self._weights = host.weights if host.hashing_group is None else _of_ranks(self.twin, host, host.hashing_group)
         self._statuses = Statuses(
             self._weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
@@ -531,8 +531,8 @@ class Resident:
         self._moved.append(Moved(lora_id, _as_reply(error)))
 
 
-def _of_ranks(twin: Twin, host: Host, beside: Beside) -> WeightsFingerprint:
-    return WeightsFingerprint(partial(hash_weights_of_ranks, twin.parts(), host.experts, beside))
+def _of_ranks(twin: Twin, host: Host, group: HashingGroup) -> WeightsFingerprint:
+    return WeightsFingerprint(partial(hash_weights_of_ranks, twin.parts(), host.experts, group))
 
 
 def _followed(request: messages.LoadAdapter | messages.FollowAdapter) -> Followed | None:

@@ -17,8 +17,8 @@ from functools import cache
 import torch.distributed as dist
 
 from kt_runtime.errors import RuntimeFault
-from kt_runtime.ranks import Beside, Exchange, shared_memory_of, sockets_of
-from kt_runtime.ranks.beside import PATIENCE
+from kt_runtime.ranks import Exchange, HashingGroup, shared_memory_of, sockets_of
+from kt_runtime.ranks.hashing_group import PATIENCE
 from kt_runtime.resident.config import ResidentSettings
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ def exchange() -> Exchange | None:
     return _exchange() if num_ranks() > 1 else None
 
 
-def beside() -> Beside | None:
+def hashing_group() -> HashingGroup | None:
     """None in a server of one rank. All ranks call it at the same place, once."""
     if num_ranks() == 1:
         return None
     made = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert isinstance(made, dist.ProcessGroup)  # this rank is in it
-    return Beside(made)
+    return HashingGroup(made)
 
 
 def agree_on_tokens() -> None:

@@ -69,7 +69,7 @@ class SGLangHost:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
         self.num_ranks = group.num_ranks()
-        self.exchange, self.beside = group.exchange(), group.beside()
+        self.exchange, self.hashing_group = group.exchange(), group.hashing_group()
         self.members = members.Members(
             self._runner.model, settings.host_address, partial(cache_metrics.own_disk, scheduler)
         )

@@ -23,7 +23,7 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
-from kt_runtime.ranks import Beside, Exchange
+from kt_runtime.ranks import Exchange, HashingGroup
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.pacing.budget import IDLE, Load
@@ -48,7 +48,7 @@ class FakeHost:
     engine_version = "fake"
     num_ranks = 1
     exchange: Exchange | None = None
-    beside: Beside | None = None
+    hashing_group: HashingGroup | None = None
     device = torch.device("cpu")
     max_lora_rank = 16
     context_tokens = 256

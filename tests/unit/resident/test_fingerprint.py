@@ -15,7 +15,7 @@ from reference.ranks.real_ranks import run_ranks
 from reference.resident.configs import CONFIGS, FURTHER
 from reference.resident.split_host import split_host
 
-from kt_runtime.ranks import Beside, Exchange
+from kt_runtime.ranks import Exchange, HashingGroup
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights, hash_weights_of_ranks
 from kt_runtime.resident.twin.model import dense_views
 
@@ -60,13 +60,13 @@ def test_ranks_have_the_fingerprint_of_one_process(
     def of_rank(exchange: Exchange) -> list[str]:
         assert dist.group.WORLD is not None
         lab = lab_of(split_host(whole(), exchange))
-        beside = Beside(dist.group.WORLD)
+        group = HashingGroup(dist.group.WORLD)
         parts = lab.twin.parts()
-        found = [hash_weights_of_ranks(parts, lab.host.experts, beside) for _ in range(2)]
+        found = [hash_weights_of_ranks(parts, lab.host.experts, group) for _ in range(2)]
         if exchange.share.rank == 1:
             part = next(part for name, part in reversed(parts.items()) if part.sizes)
             part.own.detach().view(torch.uint8).view(-1)[0] ^= 1
-        return [*found, hash_weights_of_ranks(parts, lab.host.experts, beside)]
+        return [*found, hash_weights_of_ranks(parts, lab.host.experts, group)]
 
     expected = lab_of(whole()).fingerprint()
     first, other = run_ranks(2, of_rank)

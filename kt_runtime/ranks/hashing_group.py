@@ -24,7 +24,7 @@ PATIENCE = timedelta(days=1)
 """For a rank that hashes its part of a terabyte, at low priority. One that has ended is noticed at once."""
 
 
-class Beside:
+class HashingGroup:
     """All ranks make the same calls in the same order, one at a time. Raises RuntimeError when a rank is lost."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
