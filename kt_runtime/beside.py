@@ -6,7 +6,11 @@ since a step reads weights as fast as memory gives them. So threads that read, c
 large adapter (`give_way`) do so in pieces of about `PIECE_BYTES`, a millisecond each, and call `pause` before each
 piece. The engine says when it computes (`Batches.computing`): meanwhile `pause` waits, without any lock. After a batch
 beside which a thread had to wait, the engine's thread sleeps for a moment (`Batches.give`), so that these threads have
-all processors; where nothing is served, they have them all the time.
+all processors; where nothing is served, they have them all the time. It does not look whether they are at work: a piece
+whose pages the system commits first takes many milliseconds, and so does one that waits for a disk.
+
+After the prompt that follows a decode step the engine's thread does not sleep: streams have waited for the prompt
+already, and wait for one thing at a time. It sleeps after the next batch, of whatever kind.
 
 So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
 is. There is progress during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt
@@ -41,9 +45,7 @@ WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 HURRY_SECONDS = 0.5
 """A thread that hurries takes no longer, or waits for something else than a processor."""
 DOZE_SECONDS = 0.001
-"""It sleeps for so long at once, and looks whether there is still work."""
-IDLE_SECONDS = 0.004
-"""Without a new piece for so long, there is none: the work has ended, or waits for a disk."""
+"""It sleeps for so long at once, and looks whether the thread that hurries has ended."""
 
 
 class Batches:
@@ -63,14 +65,16 @@ class Batches:
         self._changed = threading.Condition()
         self._number, self._seconds = 0, 0.0  # of the latest batch; 0 after `give`
         self._began: float | None = None  # None: no batch is computed
-        self._has_paused, self._last_piece = False, 0.0
+        self._is_prompt, self._puts_off = False, False  # the latest batch; whether its `give` was put off
+        self._has_paused = False
         self._of_thread = threading.local()
         self._hurrying: dict[int, float] = {}  # since when, by thread
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """A batch is computed in the block, by any number of threads."""
+    def computing(self, *, is_prompt: bool = False) -> Iterator[None]:
+        """A batch is computed in the block, by any number of threads. `is_prompt`: no stream gets a token by it."""
         self._number += 1
+        self._is_prompt = is_prompt
         began = self._began = self._clock()
         try:
             yield
@@ -78,30 +82,24 @@ class Batches:
             self._began, ended = None, self._clock()
             self._seconds = ended - began
             if self._has_paused:
-                self._last_piece = ended
                 with self._changed:
                     self._changed.notify_all()
 
     def give(self) -> None:
-        """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, while there
-        are pieces of work."""
-        seconds, has_pieces = self._seconds, self._has_paused
-        self._seconds, self._has_paused = 0.0, False
-        if not seconds or not (has_pieces or self._hurrying):
+        """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, for the time
+        that is given."""
+        seconds, self._seconds = self._seconds, 0.0
+        if not seconds or not (self._has_paused or self._hurrying):
             return
+        self._puts_off = self._is_prompt and not self._puts_off
+        if self._puts_off:
+            return
+        has_paused, self._has_paused = self._has_paused, False
         now = self._clock()
-        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds)
+        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds) if has_paused else now
         waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS)
-        while True:
-            if self._hurries(now):
-                ends = waited
-            elif has_pieces and now - self._last_piece < IDLE_SECONDS:
-                ends = given
-            else:
-                return
-            if now >= ends:
-                return
-            self._sleep(min(DOZE_SECONDS, ends - now))
+        while (left := (waited if self._hurries(now) else given) - now) > 0:
+            self._sleep(min(DOZE_SECONDS, left))
             now = self._clock()
 
     def _hurries(self, now: float) -> bool:
@@ -137,7 +135,6 @@ class Batches:
                 break
             self._has_paused = True
             self._wait(number, seconds)
-        self._last_piece = self._clock()
 
     def _wait(self, number: int, seconds: float) -> None:
         """Until the batch has ended, at most so long."""

@@ -254,11 +254,12 @@ def interfere(say: Say, as_json: bool, quick: bool, loads: tuple[float, ...], **
     "--size", "sizes", multiple=True, help="Of adapters that are loaded, as 10MB. [default: 10MB, 300MB, 3GB]"
 )
 @click.option("--rank", "ranks", type=int, multiple=True, help="Of sessions that publish. [default: 8, 64]")
-@click.option("--rounds", default=3, show_default=True, help="Of every size but the largest, and of every session.")
+@click.option("--rounds", default=3, show_default=True, help="Of every size and of every session.")
 @click.option("--cycles", type=int, help="Publications that are unloaded again. [default: 1000; 100 with --quick]")
 @click.option("--streams", default=8, show_default=True, help="That decode meanwhile.")
 @click.option("--many-streams", default=64, show_default=True, help="That decode with the name that moves.")
 @click.option("--swaps", default=10, show_default=True, help="Moves of that name.")
+@click.option("--control-seconds", default=30.0, show_default=True, help="In which nothing is published.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--quick", is_flag=True, help="Adapters of 10 MB and 300 MB, 100 cycles.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

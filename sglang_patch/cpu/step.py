@@ -209,7 +209,8 @@ def forward(
     pp_proxy_tensors: Any = None,
 ) -> Any:
     """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`. Work on adapters gives way meanwhile."""
-    with BATCHES.computing():
+    mode = forward_batch.forward_mode
+    with BATCHES.computing(is_prompt=mode.is_extend() and not mode.is_mixed()):
         return _forward(original, model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
 

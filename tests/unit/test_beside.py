@@ -14,7 +14,6 @@ from kt_runtime.beside import (
     DOZE_SECONDS,
     GIVEN,
     HURRY_SECONDS,
-    IDLE_SECONDS,
     LEAST_WAITED_SECONDS,
     MOST_GIVEN_SECONDS,
     MOST_WAITED_SECONDS,
@@ -63,10 +62,10 @@ class Played(Batches):
             self.num_pieces - 1,
         )
 
-    def batch(self, seconds: float = STEP) -> int:
+    def batch(self, seconds: float = STEP, *, is_prompt: bool = False) -> int:
         """The pieces of one thread during a batch, which takes as much longer."""
         count, self.ends = 0, self.now + seconds
-        with self.computing():
+        with self.computing(is_prompt=is_prompt):
             while self.num_pieces:
                 self.pause()
                 if self.now >= self.ends:
@@ -137,12 +136,34 @@ def test_the_engine_does_not_sleep_where_nothing_had_to_wait() -> None:
     assert not played.slept
 
 
-def test_the_engine_goes_on_when_the_work_has_ended() -> None:
+def test_the_engine_sleeps_for_no_longer_than_it_gives_where_the_work_ends_meanwhile() -> None:
     played = Played()
     played.batch()
     played.num_pieces = 3
     played.give()
-    assert played.slept <= 3 * PIECE_SECONDS + IDLE_SECONDS + 2 * DOZE_SECONDS < MOST_GIVEN_SECONDS
+    assert played.slept == pytest.approx(MOST_GIVEN_SECONDS)
+    played.batch()
+    played.give()
+    assert played.slept == pytest.approx(MOST_GIVEN_SECONDS), "nothing waited beside the second batch"
+
+
+def test_a_piece_that_takes_long_has_all_of_the_time_that_is_given() -> None:
+    played = Played()
+    played.batch()
+    played._piece = lambda: setattr(played, "now", played.now + 1.0)  # type: ignore[method-assign]
+    began = played.now
+    played.give()
+    assert played.now == began + 1.0
+
+
+def test_a_stream_waits_for_a_prompt_or_for_a_publication_but_not_for_both() -> None:
+    played, slept = Played(), []
+    for is_prompt in (False, True, False, True, True, True, False):
+        before = played.slept
+        played.batch(is_prompt=is_prompt)
+        played.give()
+        slept.append(played.slept > before)
+    assert slept == [True, False, True, False, True, False, True]
 
 
 def test_a_publication_has_most_of_its_time_between_batches_and_none_stops_a_stream_for_long() -> None:

@@ -479,20 +479,21 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     figures = [
         Single("longest stall of a stream, of the case nearest to its bar", _rounded(report["longest_stall_ms"]), "ms"),
         Single("decode step of that case", _rounded(report["decode_step_ms"]), "ms"),
+        Single("longest stall in the median of rounds", _rounded(report["median_stall_ms"]), "ms"),
         Single("requests failed", report["streams_failed"], "requests"),
         Single("publications that were unloaded again", settings["cycles"], "cycles"),
         Single("memory that grew after the first hundred of them", _rounded(growth, MEBI), "MiB"),
     ]
     columns = [Column("adapter", "MB"), Column("published", "ms"), Column("first token", "ms")]
     columns += [Column("unloaded", "ms"), Column("decode step", "ms"), Column("longest stall", "ms")]
-    columns += [Column("longest stall without publication", "ms")]
+    columns += [Column("longest stall, median of rounds", "ms"), Column("longest stall before and after", "ms")]
     rows = [
         Row(
             [row["what"], f"{row['rank']}, {row['targets']}", str(row["streams"])],
             [
                 _rounded(row["adapter_bytes"], MEGA),
                 *(_rounded(row[name]) for name in ("publish_ms", "first_token_ms", "unload_ms")),
-                *(_rounded(row[name]) for name in ("decode_step_ms", "stall_ms", "quiet_stall_ms")),
+                *(_rounded(row[name]) for name in ("decode_step_ms", "stall_ms", "median_stall_ms", "quiet_stall_ms")),
             ],
         )
         for row in report["rows"]

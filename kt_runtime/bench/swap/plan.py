@@ -18,11 +18,12 @@ QUICK_SIZES = SIZES[:2]
 TARGETS = ("attention", "all")
 RANKS = (8, 64)
 CYCLES, QUICK_CYCLES = 1000, 100
+MOST_CONTROL_SECONDS = 3600.0
 BYTES = 2
 """Of a number in an adapter's file: bfloat16."""
 LARGE_BYTES = 10**9
-"""An adapter of so many bytes is loaded once, by a server that trains none of its rank: training takes eight times as
-much memory."""
+"""An adapter of so many bytes is loaded by a server that trains none of its rank: training takes eight times as much
+memory."""
 HIGHEST_ATTENTION_RANK = 256
 """A size that attention alone reaches with a higher rank is reached with all targets instead."""
 
@@ -41,8 +42,9 @@ class Size:
 class Plan:
     """`sizes`: of adapters that are loaded from files. `ranks`: of sessions that publish, on each of `TARGETS`.
 
-    `rounds`: of each size, the largest once, and of each session. `cycles`: publications that are unloaded again.
-    `streams`: that decode meanwhile; `many_streams`: during `swaps` of the name that they use.
+    `rounds`: of each size and of each session. `cycles`: publications that are unloaded again.
+    `streams`: that decode meanwhile; `many_streams`: during `swaps` of the name that they use. `control_seconds`: in
+    which requests come and nothing is published.
     """
 
     model: str = PRESET
@@ -54,6 +56,7 @@ class Plan:
     streams: int = 8
     many_streams: int = 64
     swaps: int = 10
+    control_seconds: float = 30.0
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,10 @@ class Plan:
         for name in ("rounds", "streams", "many_streams", "swaps"):
             check_number(name, getattr(self, name))
         check_number("cycles", self.cycles, 0)
+        if not 0 < self.control_seconds <= MOST_CONTROL_SECONDS:
+            raise InvalidValueError(
+                f"--control-seconds is {self.control_seconds}: must be above 0, at most {MOST_CONTROL_SECONDS:.0f}"
+            )
         for rank in self.ranks:
             check_number("rank", rank)
         if self.layers is not None:
@@ -70,7 +77,7 @@ class Plan:
         check_dtype(self.dtype)
 
     def facts(self) -> dict[str, Any]:
-        names = ("model", "layers", "rounds", "cycles", "streams", "many_streams", "swaps")
+        names = ("model", "layers", "rounds", "cycles", "streams", "many_streams", "swaps", "control_seconds")
         return {name: getattr(self, name) for name in names}
 
 

@@ -15,26 +15,26 @@ NARROW = 110  # columns, if the output is no terminal
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
     facts = result["swap"]
-    headings = ("MB", "published, ms", "first token, ms", "unloaded, ms", "step, ms", "stall, ms", "stall before, ms")
+    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "quiet")
     table = Table(
         "adapter",
         *(Column(heading, justify="right") for heading in headings),
-        title=f"{facts['model']} in {facts['dtype']}",
+        title=f"{facts['model']} in {facts['dtype']}: milliseconds, the longest stall of all rounds and their median",
     )
     for row in result["rows"]:
         name = f"{row['what']}: rank {row['rank']}, {row['targets']}, beside {row['streams']} streams"
-        values = (row[key] for key in ("publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms"))
+        keys = ("publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms")
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",
-            *("" if value is None else f"{value:.0f}" for value in values),
-            f"{row['quiet_stall_ms']:.0f}",
+            *("" if row[key] is None else f"{row[key]:.0f}" for key in (*keys, "quiet_stall_ms")),
         )
     console.print(table)
     growth = result["rss_growth_bytes"]
     grown = "" if growth is None else f" In {facts['cycles']} cycles memory grew by {growth / 2**20:.1f} MiB."
     console.print(
-        f"Longest stall {result['longest_stall_ms']:.0f} ms; one decode step and {ALLOWED_MS:.0f} ms are "
+        f"Longest stall {result['longest_stall_ms']:.0f} ms, {result['median_stall_ms']:.0f} in the median of rounds; "
+        f"one decode step and {ALLOWED_MS:.0f} ms are "
         f"{result['decode_step_ms'] + ALLOWED_MS:.0f} ms. Requests that failed: {result['streams_failed']}.{grown}",
         highlight=False,
     )

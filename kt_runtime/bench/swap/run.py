@@ -35,7 +35,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"starting a server in {dtype}")
         with server(str(model), _options(plan, dtype, small, directory), directory / "server.log") as api:
             bench = SwapBench(plan, api, config, directory, say)
-            found = [*bench.sessions(), *bench.loads(small), bench.swaps()]
+            found = [bench.control(), *bench.sessions(), *bench.loads(small), bench.swaps()]
             rss_bytes, failures = bench.cycles(), bench.failures
         if large:
             say(f"starting a server for adapters of {', '.join(each.name for each in large)}")

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from kt_runtime.bench.swap.figures import Swap, row_of
+from kt_runtime.bench.swap.figures import CONTROL, Swap, row_of
 from kt_runtime.bench.swap.files import write_adapter
-from kt_runtime.bench.swap.plan import LARGE_BYTES, TARGETS, Plan, Size, bytes_of, rank_bytes, smallest
+from kt_runtime.bench.swap.plan import TARGETS, Plan, Size, rank_bytes, smallest
 from kt_runtime.bench.swap.streams import FIRST_TOKEN, Streams, now
 from kt_runtime.bench.train.plan import LEARNING_RATE
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -25,6 +25,8 @@ TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
 STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
 QUIET_SECONDS = 1.5
+"""Before anything is published, and again at the end."""
+CONTROL_ROUNDS = 10
 LEAST_GAPS = 4
 """Of a stream, before anything is published."""
 SETTLE_SECONDS = 0.5
@@ -32,18 +34,27 @@ SETTLE_SECONDS = 0.5
 
 
 class _Measured:
-    """Calls functions beside `streams`, of which `count` run. `times`: when each call began and ended."""
+    """Calls functions beside `streams`, of which `count` run. `rounds`: when each call of a round began and ended."""
 
     def __init__(self, streams: Streams, count: int) -> None:
         self._streams, self._count = streams, count
-        self.times: list[tuple[float, float]] = []
+        self.rounds: list[list[tuple[float, float]]] = []
+
+    def begin_round(self) -> None:
+        self.rounds.append([])
+
+    def whole_rounds(self, ended: float) -> list[list[tuple[float, float]]]:
+        """From the first call of a round to that of the next one, and to `ended`."""
+        began = [calls[0][0] for calls in self.rounds]
+        return [[times] for times in zip(began, [*began[1:], ended], strict=True)]
 
     def __call__(self, call: Callable[[], object], times_ms: list[float] | None = None) -> None:
         started = now()
         call()
-        self.times.append((started, now()))
+        ended = now()
+        self.rounds[-1].append((started, ended))
         if times_ms is not None:
-            times_ms.append(1e3 * (self.times[-1][1] - started))
+            times_ms.append(1e3 * (ended - started))
 
     def settle(self) -> None:
         """Until every stream has got a token: no gap with what was done before is among those of the next call."""
@@ -61,6 +72,17 @@ class SwapBench:
         self._vocabulary = int(config["vocab_size"])
         self.failures: list[str] = []
 
+    def control(self) -> Swap:
+        """Requests for one token of the base, and nothing is published: the machine's own gaps."""
+        found = Swap(CONTROL, None, 0, "none", 0, self._plan.streams)
+        with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
+            for _ in range(CONTROL_ROUNDS):
+                measured.begin_round()
+                measured(partial(self._first_token, None), found.first_token_ms)
+                time.sleep(self._plan.control_seconds / CONTROL_ROUNDS)
+        self._told(found)
+        return found
+
     def sessions(self) -> list[Swap]:
         return [self._session(rank, targets) for rank in self._plan.ranks for targets in TARGETS]
 
@@ -75,6 +97,7 @@ class SwapBench:
         self._publish_file(paths[0])
         with self._streams(found, plan.many_streams, MANY_STREAM_TOKENS, NAME) as measured:
             for number in range(plan.swaps):
+                measured.begin_round()
                 measured(partial(self._publish_file, paths[(number + 1) % 2]), found.publish_ms)
                 time.sleep(SETTLE_SECONDS)
         self._unload()
@@ -111,6 +134,7 @@ class SwapBench:
                     client.optim_step(SESSION, LEARNING_RATE)
                     stepped = now()
                     measured.settle()
+                    measured.begin_round()
                     measured(lambda: client.publish(SESSION, NAME, take_over=True), found.publish_ms)
                     measured(self._first_token)
                     found.first_token_ms.append(1e3 * (now() - stepped))
@@ -122,13 +146,13 @@ class SwapBench:
         return found
 
     def _load(self, size: Size) -> Swap:
-        rounds = 1 if bytes_of(size.name) >= LARGE_BYTES else self._plan.rounds
         found = Swap("load", size.name, size.rank, size.targets, size.num_bytes, self._plan.streams)
         self._say(f"an adapter of {size.name}: rank {size.rank}, {size.targets}")
         path = write_adapter(self._directory / "load", size, self._config, 0)
         with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
-            for _ in range(rounds):
+            for _ in range(self._plan.rounds):
                 began = now()
+                measured.begin_round()
                 measured(lambda: self._publish_file(path), found.publish_ms)
                 measured(self._first_token)
                 found.first_token_ms.append(1e3 * (now() - began))
@@ -143,18 +167,26 @@ class SwapBench:
     def _streams(
         self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
     ) -> Iterator[_Measured]:
-        """Streams in the block, and what measures beside them. `whole`: all other gaps in the block count too."""
+        """Streams in the block, and what measures beside them. `whole`: gaps between a round's calls and after them
+        count, too. The streams are quiet before the block and after it."""
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
-            began = now()
-            time.sleep(QUIET_SECONDS)
-            found.quiet += streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
-            started, measured = now(), _Measured(streams, count)
+            found.quiet += self._quiet(streams, count)
+            measured = _Measured(streams, count)
             yield measured
-            times = [(started, now())] if whole else measured.times
-            streams.wait_for_gaps_ms(now(), count)  # the gaps at the end are over, too
-            for since, until in times:
-                found.during += streams.gaps_ms(since, until)
+            ended = now()
+            measured.settle()  # the gaps at the end are over, too
+            for times in measured.whole_rounds(ended) if whole else measured.rounds:
+                found.during.append([gap for since, until in times for gap in streams.gaps_ms(since, until)])
+            time.sleep(SETTLE_SECONDS)
+            found.quiet += self._quiet(streams, count)
         self.failures += streams.failures
+
+    @staticmethod
+    def _quiet(streams: Streams, count: int) -> list[float]:
+        """Their gaps while nothing else is done."""
+        began = now()
+        time.sleep(QUIET_SECONDS)
+        return streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
 
     def _publish_file(self, path: Path) -> None:
         self._api.post("/kt/adapters", {"name": NAME, "path": str(path), "take_over": True})
@@ -162,11 +194,11 @@ class SwapBench:
     def _unload(self) -> None:
         self._api.delete(f"/kt/adapters/{NAME}")
 
-    def _first_token(self) -> None:
+    def _first_token(self, adapter: str | None = NAME) -> None:
         body = {
             "input_ids": [FIRST_TOKEN],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "lora_path": NAME,
+            "lora_path": adapter,
         }
         answer = self._http.post("/generate", json=body)
         if not answer.is_success:
@@ -179,5 +211,5 @@ class SwapBench:
     def _told(self, found: Swap) -> None:
         name, row = found.size or f"rank {found.rank} on {found.targets}", row_of(found)
         times = ", ".join(f"{each:.0f}" for each in found.publish_ms)
-        stalls = f"{row['stall_ms']:.0f} ms, before {row['quiet_stall_ms']:.0f}"
+        stalls = f"{row['stall_ms']:.0f} ms, median {row['median_stall_ms']:.0f}, quiet {row['quiet_stall_ms']:.0f}"
         self._say(f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}")

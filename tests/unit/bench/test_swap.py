@@ -52,6 +52,8 @@ def test_a_written_adapter_has_the_bytes_of_its_size(tmp_path: Path, targets: st
         ({"ranks": (0,)}, "--rank is 0"),
         ({"cycles": -1}, "--cycles is -1"),
         ({"streams": 0}, "--streams is 0"),
+        ({"control_seconds": 0.0}, "--control-seconds is 0.0: must be above 0, at most 3600"),
+        ({"control_seconds": float("nan")}, "--control-seconds is nan"),
     ],
 )
 def test_a_senseless_size_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -64,13 +66,14 @@ def test_an_unknown_dtype_is_refused() -> None:
         Plan(dtype="int8")
 
 
-def swap(what: str, size: str | None, quiet: list[float], during: list[float]) -> Swap:
-    return Swap(what, size, 8, "all", 10**7, 8, quiet, during, [40.0, 50.0, 90.0], [60.0], [5.0] if size else [])
+def swap(what: str, size: str | None, quiet: list[float], *during: list[float]) -> Swap:
+    return Swap(what, size, 8, "all", 10**7, 8, quiet, list(during), [40.0, 50.0, 90.0], [60.0], [5.0] if size else [])
 
 
 def test_a_stall_is_what_the_longest_gap_exceeds_a_decode_step_by() -> None:
-    row = row_of(swap("load", "10MB", [20.0, 22.0, 30.0], [21.0, 47.0, 19.0]))
+    row = row_of(swap("load", "10MB", [20.0, 22.0, 30.0], [21.0, 30.0], [47.0, 19.0], [33.0]))
     assert (row["decode_step_ms"], row["longest_gap_ms"], row["stall_ms"], row["quiet_stall_ms"]) == (22, 47, 25, 8)
+    assert row["median_stall_ms"] == 11
     assert (row["publish_ms"], row["first_token_ms"], row["unload_ms"], row["rounds"]) == (50.0, 60.0, 5.0, 3)
     assert row_of(swap("session", None, [20.0], [19.0]))["stall_ms"] == 0.0
     assert row_of(swap("session", None, [20.0], [19.0]))["unload_ms"] is None
@@ -80,10 +83,13 @@ def test_the_result_names_the_row_that_is_the_furthest_above_its_bar() -> None:
     rows = [
         row_of(swap("load", "10MB", [20.0], [45.0])),  # 5 ms more than a step
         row_of(swap("swap", "10MB", [100.0], [150.0])),  # less than a step
+        row_of(swap("load", "300MB", [20.0], [25.0], [25.0], [44.0])),  # 4 ms more in one round
+        row_of(swap("control", None, [20.0], [90.0])),
     ]
     found = result_of(rows, [100, 300, 150, 250], 2)
     assert (found["longest_stall_ms"], found["decode_step_ms"], found["streams_failed"]) == (25.0, 20.0, 2)
-    assert found["publish_ms"] == {"10MB": 50.0}
+    assert found["median_stall_ms"] == 25.0
+    assert found["publish_ms"] == {"10MB": 50.0, "300MB": 50.0}
 
 
 def test_memory_grows_from_the_largest_of_the_first_cycles() -> None:
@@ -111,4 +117,5 @@ def test_a_report_becomes_a_measurement_and_a_table(capsys: pytest.CaptureFixtur
     assert len(made.tables[0].rows) == 2
     print_report(report)
     shown = capsys.readouterr().out
-    assert "Longest stall 25 ms; one decode step and 10 ms are 30 ms" in shown and "2.0 MiB" in shown
+    assert "Longest stall 25 ms, 25 in the median of rounds; one decode step and 10 ms are 30 ms" in shown
+    assert "2.0 MiB" in shown
