@@ -1,4 +1,4 @@
-"""Where ranks meet: real processes, and what listens meanwhile."""
+"""Where ranks meet: real processes, what listens meanwhile, and how many threads wait for their groups' sockets."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from kt_runtime.sglang_patch.ranks import meeting
 SECONDS = 120
 CODE = """
 import json, os, sys
+from datetime import timedelta
+from pathlib import Path
 import psutil, torch, torch.distributed as dist
 from types import SimpleNamespace
-from kt_runtime.sglang_patch.ranks import meeting
+from kt_runtime.sglang_patch.ranks import loops, meeting
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-meeting.install(SimpleNamespace())
+for each in (meeting, loops):
+    each.install(SimpleNamespace())
 url, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
-group = dist.new_group(backend="gloo")
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total, group=group)
+groups = [dist.new_group(backend="gloo", timeout=timedelta(minutes=1 + n)) for n in range(4)]
+totals = [torch.tensor([rank + 1.0]) for _ in groups]
+for group, total in zip(groups, totals):
+    dist.all_reduce(total, group=group)
+assert len({total.item() for total in totals}) == 1
+threads = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+assert sum(each.startswith("gloo_tcp_loop") for each in threads) == 1, threads
+assert groups[1]._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=2)
 listens = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
 dist.barrier()
-print(json.dumps([total.item(), listens]))
+print(json.dumps([totals[0].item(), listens]))
 """
 
 
