@@ -9,6 +9,7 @@ one rank. They were most of what an idle rank used of a processor. A device serv
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = ("sglang.srt.distributed.parallel_state.GroupCoordinator",)
 
-_shared: list[Any] = []
-"""Devices of the first group; torch chooses them by GLOO_SOCKET_IFNAME or the host's name."""
+_shared: dict[int, list[Any]] = {}
+"""By process id, since a fork has no threads: the devices of the first group, which torch chooses by GLOO_SOCKET_IFNAME
+or the host's name."""
 
 
 def install(hooks: Hooks) -> None:
@@ -32,12 +34,12 @@ def _create(original: Callable[[Any, Any], Any], asked: Any, backend_options: An
     """`asked`: torch's description of the group."""
     from torch.distributed import ProcessGroupGloo
 
-    if not _shared:
+    if (devices := _shared.get(os.getpid())) is None:
         made = original(asked, backend_options)
-        _shared.extend(made.options._devices)
+        _shared[os.getpid()] = list(made.options._devices)
         return made
     options = ProcessGroupGloo._Options()
-    options._devices, options._timeout = _shared, asked.timeout
+    options._devices, options._timeout = devices, asked.timeout
     options.enable_reconfigure = asked.enable_reconfigure
     options.global_ranks_in_group, options.group_name = asked.global_ranks_in_group, asked.group_id
     return ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
