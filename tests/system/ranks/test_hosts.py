@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from reference.cache import faulty_disk
 from reference.ranks import network
 from reference.ranks.traffic import sent_bytes
 from reference.server.greedy import Answer, ask
-from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
+from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, end_by, pair, ready, until
 
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.main import main
@@ -87,11 +86,8 @@ def test_two_hosts_answer_as_one_process_and_share_its_registry(
         versions.append(load(one, directory / "adapter-3"))
         until(lambda: revisions(hosts.api) == (3, 2), "the hosts to fetch it")
         assert answers(hosts.api) == before != answers(one)
-        heard = ended_by("host 1 killed", hosts, ends)
-        assert "error" in heard or '"status_code":503' in heard
-        assert [host.process.wait(SECONDS) for host in hosts.hosts] == [1, -9]
+        end_by("host 1 killed", hosts, ends)
         assert version_of(one) == versions[2]
-    assert "host 1 (10.77.0.2) has gone: " in hosts.hosts[0].said()
     assert {path.name for path in (directory / "two" / "a").iterdir() if path.is_dir()} == set(versions[:2])
     assert "Uvicorn" not in hosts.hosts[1].said()
 
@@ -219,77 +215,10 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
         before = [end.sent_bytes() for end in ends]
         hosts.api.post("/generate", body)
         of_ends = [(end.sent_bytes() - start) / tokens for end, start in zip(ends, before, strict=True)]
-        hosts.hosts[1].process.send_signal(15)  # a host that is asked to end ends all
-        assert hosts.wait_for_the_end() == [0, 0]
-    assert "host 1 is ready" in hosts.hosts[1].said() and "host 1 ends: the server has ended" in hosts.hosts[1].said()
+        end_by("link down", hosts, ends)
     ratio = sum(of_ends) / (2 * needed)
     print(f"bytes of a token: on the link {of_ends}, needed {needed:.0f}, ratio {ratio:.3f}")
     assert 1 < ratio <= 1.2
-
-
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("rank 1 killed", r"rank 1 (process {pid} on host 1, 10.77.0.2) has died: SIGKILL"),
-        ("rank 1 stopped", r"rank 1 (process {pid} on host 1, 10.77.0.2) is stopped by a signal"),
-        ("rank 0 killed", r"rank 0 (process {pid} on host 0, 10.77.0.1) has died: SIGKILL"),
-        ("link down", "host 1 (10.77.0.2) is cut off: it can't be reached any longer"),
-    ],
-)
-def test_all_hosts_end_and_name_the_one_at_fault(
-    directory: Path, ends: tuple[network.End, network.End], how: str, why: str
-) -> None:
-    name = how.replace(" ", "-")
-    with pair(directory, ends, name) as hosts:
-        ready(hosts)
-        pid = hosts.rank(int(how.split()[1])).pid if how.startswith("rank") else 0
-        heard = ended_by(how, hosts, ends, pid)
-        print(heard)
-        assert "error" in heard or '"status_code":503' in heard
-        assert [host.process.wait(SECONDS) for host in hosts.hosts] == [1, 1]
-    assert why.format(pid=pid) in hosts.hosts[0].said() and "; the server ends" in hosts.hosts[0].said()
-    if how.startswith("rank"):
-        assert f"kt-runtime: {why.format(pid=pid)}; the server ends" in hosts.hosts[1].said()
-    elif how == "link down":
-        assert "kt-runtime: host 0 (10.77.0.1) is cut off" in hosts.hosts[1].said()
-
-
-def ended_by(how: str, hosts: Pair, ends: tuple[network.End, network.End], pid: int = 0) -> str:
-    """How a client's stream ended, once no process of the hosts lives."""
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(streamed, hosts.api)
-        until(lambda: hosts.api.get("/kt/status")["requests_in_flight"] > 0, "a request to run")
-        began = time.monotonic()
-        strike(how, pid, hosts, ends)
-        hosts.wait_for_the_end()
-        print(f"{how}: all processes have ended after {time.monotonic() - began:.1f} s")
-        return stream.result(SECONDS)
-
-
-def strike(how: str, pid: int, hosts: Pair, ends: tuple[network.End, network.End]) -> None:
-    match how.split():
-        case ["rank", _, "killed"]:
-            psutil.Process(pid).kill()
-        case ["rank", _, "stopped"]:
-            psutil.Process(pid).suspend()
-        case ["link", "down"]:
-            ends[1].set("down")
-        case ["host", "1", "killed"]:
-            hosts.hosts[1].process.send_signal(9)
-
-
-def streamed(api: ServerAPI) -> str:
-    """How a long answer ended: its last line before [DONE], or the error."""
-    sampling = {"max_new_tokens": 3000, "ignore_eos": True}
-    body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
-    last = "no error"
-    try:
-        with httpx.stream("POST", f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False) as answer:
-            for line in answer.iter_lines():
-                last = line if line and "[DONE]" not in line else last
-    except httpx.HTTPError as error:
-        return f"error: {error!r}"
-    return last
 
 
 def test_a_rank_that_is_stopped_while_it_loads_ends_all_hosts(
@@ -346,11 +275,8 @@ def test_a_rank_killed_while_it_publishes_leaves_nothing_half_published_and_a_re
             except Exception as error:  # noqa: BLE001 - looked at below
                 errors.append(error)
 
-        rank = hosts.rank(1)
         thread = threading.Thread(target=publish)
-        thread.start()
-        rank.kill()
-        assert hosts.wait_for_the_end() == [1, 1]
+        end_by("rank 1 killed", hosts, ends, just_before=thread.start)
         thread.join(SECONDS)
     with server(
         str(directory / "model"), [*OPTIONS, "--adapter-dir", str(directory / "publishing")], directory / "again.log"
