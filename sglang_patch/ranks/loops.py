@@ -24,7 +24,7 @@ or the host's name."""
 
 
 def install(hooks: Hooks) -> None:
-    module = importlib.import_module("torch.distributed.distributed_c10d")
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
     original = module._create_gloo_process_group
     if not isinstance(original, partial):  # not patched before, in the same process
         module._create_gloo_process_group = partial(_create, original)
@@ -38,8 +38,9 @@ def _create(original: Callable[[Any, Any], Any], asked: Any, backend_options: An
         made = original(asked, backend_options)
         _shared[os.getpid()] = list(made.options._devices)
         return made
-    options = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
     options._devices, options._timeout = devices, asked.timeout
     options.enable_reconfigure = asked.enable_reconfigure
     options.global_ranks_in_group, options.group_name = asked.global_ranks_in_group, asked.group_id
-    return ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
+    return gloo(asked.store, asked.group_rank, asked.group_size, options)
