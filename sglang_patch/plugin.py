@@ -32,7 +32,7 @@ PATCHES = (
         "lora.staging",
     ),
     *("lora.experts", "lora.install", "ranks.linear", "ranks.norms"),
-    *("ranks.processors", "ranks.collectives", "ranks.meeting"),
+    *("ranks.processors", "ranks.collectives", "ranks.meeting", "ranks.loops"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.prefetches", "cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "faults.refused_model"),

@@ -122,7 +122,7 @@ class WeightsFingerprint:
         self._lock = threading.Lock()
         self._latest: Future[str] | None = None
         self._closed = False
-        self._order = ThreadPoolExecutor(1, "kt-fingerprint")
+        self._order = ThreadPoolExecutor(1, "kt-fingerprint", _lower_priority)
         self._threads = ThreadPoolExecutor(num_threads, "kt-hash", _lower_priority)
 
     def future(self, *, fresh: bool = False) -> Future[str]:

@@ -89,17 +89,22 @@ class FaultContainment(TokenizerManager):
             self._end_request(rid, state, error)
 
     def ask_for_a_token(self) -> asyncio.Future[None]:
-        """SGLang's own health check, whose scheduler leaves it out while it has other work."""
+        """SGLang's own health check, whose scheduler leaves it out while it has other work. Cancelled, it is forgotten,
+        as SGLang's routes do with theirs."""
+        rid = f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}"
 
         async def ask() -> None:
             request = GenerateReqInput(
-                rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+                rid=rid,
                 input_ids=[0],
                 sampling_params={"max_new_tokens": 1, "temperature": 0.0},
                 log_metrics=False,
             )
-            async for _ in TokenizerManager.generate_request(self, request, None):
-                return
+            try:
+                async for _ in TokenizerManager.generate_request(self, request, None):
+                    return
+            finally:
+                self.rid_to_state.pop(rid, None)
 
         return asyncio.create_task(ask())
 

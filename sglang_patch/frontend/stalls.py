@@ -55,7 +55,8 @@ class Watched(Protocol):
         ...
 
     def ask_for_a_token(self) -> asyncio.Future[None]:
-        """Sends a request that an idle scheduler answers at once."""
+        """Sends a request that an idle scheduler answers at once; one that works leaves it out, and never answers it.
+        It counts as waiting until it is answered or cancelled."""
         ...
 
     def end_waiting(self, error: Exception) -> None:
@@ -129,6 +130,8 @@ class Stalls:
 
     def _hung(self, looks: Mapping[str, Look], now: float) -> str:
         heard = self._manager.heard_at > self._silent_since
+        if heard and self._probe is not None:
+            self._probe.cancel()  # it has no answer if the scheduler worked when it came, and would wait for ever
         nobody_waits = not self._manager.num_waiting() and not self.reason
         silent = now - self._silent_since
         used = max((look.main_seconds - self._main_seconds.get(who, 0.0) for who, look in looks.items()), default=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,23 @@ weights: system/ranks/test_training.py."""
 LENGTHS = (1, 7, 33, 150)  # in chunks of 64 tokens, windows of 16 and chunks of attention of 48
 
 
-def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
-    """Of the base and of an adapter on all modules, alone and in one batch."""
+FEWER = (7, 150)
+"""Enough for SGLang's modules in place of the native step: several rows at once, one, and chunks."""
+
+
+def answers_of(api: ServerAPI, directory: Path, lengths: Sequence[int] = LENGTHS) -> dict[tuple[Any, ...], Answer]:
+    """Of the base and of an adapter on all modules, alone and in one batch. By length, and in a batch by name."""
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 700, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = {length: torch.randint(3, 700, (length,), generator=generator).tolist() for length in LENGTHS}
     api.post("/kt/adapters", {"name": "given", "path": str(directory / "given")})
-    found = [ask(api, prompt) for prompt in prompts]
-    with ThreadPoolExecutor(2 * len(LENGTHS)) as pool:
-        asked = [pool.submit(ask, api, [5, *prompt], name) for prompt in prompts for name in (None, "given")]
-        return [*found, *(each.result() for each in asked)]
+    found: dict[tuple[Any, ...], Answer] = {(length,): ask(api, prompts[length]) for length in lengths}
+    with ThreadPoolExecutor(2 * len(lengths)) as pool:
+        asked = {
+            (length, name): pool.submit(ask, api, [5, *prompts[length]], name)
+            for length in lengths
+            for name in (None, "given")
+        }
+        return found | {what: each.result() for what, each in asked.items()}
 
 
 def trained(api: ServerAPI, directory: Path, name: str) -> dict[str, Any]:

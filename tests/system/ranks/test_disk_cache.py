@@ -33,7 +33,7 @@ from system.cache.test_faults import (
     shimmed,
 )
 from system.conftest import CachedAnswer, CachedServer, StartCachedServer
-from system.ranks.two_hosts import pair, ready
+from system.ranks.two_hosts import end_by, pair, ready
 
 from kt_runtime.cache import inspection, rank_parts
 from kt_runtime.errors import ConflictError, InvalidValueError
@@ -252,8 +252,13 @@ def test_two_hosts_have_their_ranks_pages_on_their_own_disks(
             assert [path.name for path in rank_parts.parts(tmp_path / "1")] == ["rank-1-of-2"]
             served = CachedServer(hosts.api, PRESET, tmp_path, PAGE_TOKENS, 4096, 8192)
             answers.append(served.ask(prompt(40)))
-            hosts.hosts[0].process.send_signal(15)
-            assert hosts.wait_for_the_end() == [0, 0]
+            if start == "first":
+                hosts.hosts[1].process.send_signal(15)  # a host that is asked to end ends all
+                assert hosts.wait_for_the_end() == [0, 0]
+                assert "host 1 is ready" in hosts.hosts[1].said()
+                assert "host 1 ends: the server has ended" in hosts.hosts[1].said()
+            else:
+                end_by("rank 1 stopped", hosts, ends)
     computed, found = answers
     assert same(found, computed)
     assert computed.tiers["computed"] == PROMPT_TOKENS

@@ -16,7 +16,7 @@ from reference.cases import choose
 from reference.checkpoints import mxfp4
 from reference.checkpoints.transformers_checkpoint import save
 from reference.families import PRESETS
-from reference.ranks.sessions import STEPS, answers_of, trained
+from reference.ranks.sessions import FEWER, STEPS, answers_of, trained
 
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
@@ -62,4 +62,4 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path, family: str) -> None:
         assert status["fingerprint"] == fingerprint  # a registry takes both
         assert (status["step"], status["step_exceptions"], len(status["ranks"])) == (STEP_RUNNING, [], 2)
     with running(tmp_path, "modules", "--tp-size", "2", "--no-step") as api:
-        assert answers_of(api, tmp_path) == answers
+        assert answers_of(api, tmp_path, FEWER).items() <= answers.items()

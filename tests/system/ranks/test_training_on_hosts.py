@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from reference.ranks import network
 from system.ranks.test_training import continued, running, trained
-from system.ranks.two_hosts import pair, ready
+from system.ranks.two_hosts import end_by, pair, ready
 
 from kt_runtime.serve.models.make_model import make_model
 
@@ -30,3 +30,4 @@ def test_two_hosts_train_with_the_bits_of_one_process(directory: Path, ends: tup
             assert found[name] == value, name
         assert continued(hosts.api, directory / "one") == further
         assert continued(hosts.api, directory / "two") == further
+        end_by("rank 0 killed", hosts, ends)

@@ -6,10 +6,12 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from reference.ranks import network
@@ -101,6 +103,71 @@ def ready(pair: Pair) -> None:
     until(is_ready, "the server to be ready")
     for host in pair.hosts:
         host.look()
+
+
+FAULTS = {
+    "rank 1 killed": "rank 1 (process {pid} on host 1, 10.77.0.2) has died: SIGKILL",
+    "rank 1 stopped": "rank 1 (process {pid} on host 1, 10.77.0.2) is stopped by a signal",
+    "rank 0 killed": "rank 0 (process {pid} on host 0, 10.77.0.1) has died: SIGKILL",
+    "link down": "host 1 (10.77.0.2) is cut off: it can't be reached any longer",
+    "host 1 killed": "host 1 (10.77.0.2) has gone: ",
+}
+"""How a server of two hosts ends, and why, as host 0 says it."""
+
+
+def end_by(
+    how: str, hosts: Pair, ends: tuple[network.End, network.End], just_before: Callable[[], None] = lambda: None
+) -> None:
+    """All hosts end and name the one at fault, and so does the stream of a client. `how`: one of FAULTS. Each is the
+    end of a server on which a test has done other things.
+
+    `just_before`: called immediately before the fault.
+    """
+    pid = hosts.rank(int(how.split()[1])).pid if how.startswith("rank") else 0
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(_streamed, hosts.api)
+        until(lambda: hosts.api.get("/kt/status")["requests_in_flight"] > 0, "a request to run")
+        began = time.monotonic()
+        just_before()
+        _strike(how, pid, hosts, ends)
+        statuses = hosts.wait_for_the_end()
+        print(f"{how}: all processes have ended after {time.monotonic() - began:.1f} s")
+        heard = stream.result(SECONDS)
+    assert "error" in heard or '"status_code":503' in heard
+    assert statuses == [1, -9 if how == "host 1 killed" else 1]
+    here, there = (host.said() for host in hosts.hosts)
+    why = FAULTS[how].format(pid=pid)
+    assert why in here and "; the server ends" in here
+    if how.startswith("rank"):
+        assert f"kt-runtime: {why}; the server ends" in there
+    elif how == "link down":
+        assert "kt-runtime: host 0 (10.77.0.1) is cut off" in there
+
+
+def _strike(how: str, pid: int, hosts: Pair, ends: tuple[network.End, network.End]) -> None:
+    match how.split():
+        case ["rank", _, "killed"]:
+            psutil.Process(pid).kill()
+        case ["rank", _, "stopped"]:
+            psutil.Process(pid).suspend()
+        case ["link", "down"]:
+            ends[1].set("down")
+        case ["host", "1", "killed"]:
+            hosts.hosts[1].process.send_signal(9)
+
+
+def _streamed(api: ServerAPI) -> str:
+    """How a long answer ended: its last line before [DONE], or the error."""
+    sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
+    last = "no error"
+    try:
+        with httpx.stream("POST", f"{api.url}/generate", json=body, timeout=SECONDS, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                last = line if line and "[DONE]" not in line else last
+    except httpx.HTTPError as error:
+        return f"error: {error!r}"
+    return last
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

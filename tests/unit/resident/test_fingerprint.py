@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from reference.resident.configs import CONFIGS, FURTHER
 from reference.resident.split_host import split_host
 
 from kt_runtime.ranks import Exchange, HashingGroup
-from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights, hash_weights_of_ranks
+from kt_runtime.resident.fingerprint import NICENESS, WeightsFingerprint, hash_weights, hash_weights_of_ranks
 from kt_runtime.resident.twin.model import dense_views
 
 FEW = ["qwen3_moe", "deepseek_v3", "qwen3_5_moe"]
@@ -89,6 +90,23 @@ def test_it_is_computed_once_beside_the_caller_and_anew_on_request() -> None:
     assert weights.future(fresh=True).result(10) == "second"
     assert weights.future().result(10) == "second"
     weights.close()
+
+
+def test_all_that_hashes_has_low_priority() -> None:
+    """Also what computes it: of ranks, the one that hashes the dense weights."""
+
+    def compute(each: Callable[..., Any]) -> str:
+        return str([priority(), *each(priority, range(3))])
+
+    weights = WeightsFingerprint(compute)
+    try:
+        assert weights.future().result(60) == str(4 * [NICENESS])
+    finally:
+        weights.close()
+
+
+def priority(_number: int = 0) -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_who_asks_gets_the_error() -> None:

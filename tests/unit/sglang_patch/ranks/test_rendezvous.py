@@ -1,66 +1,84 @@
-"""Where ranks meet: real processes, and what listens meanwhile."""
+"""Where ranks meet: real processes, what listens meanwhile, and how many threads wait for their groups' sockets."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from kt_runtime.sglang_patch.ranks import meeting
+from kt_runtime.sglang_patch.ranks import loops, meeting
 
 SECONDS = 120
-CODE = """
-import json, os, sys
-import psutil, torch, torch.distributed as dist
-from types import SimpleNamespace
-from kt_runtime.sglang_patch.ranks import meeting
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-meeting.install(SimpleNamespace())
-url, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
-group = dist.new_group(backend="gloo")
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total, group=group)
-listens = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
-dist.barrier()
-print(json.dumps([total.item(), listens]))
-"""
+NUM_GROUPS = 4
 
 
-def start(url: str, rank: int, size: int, *inherited: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CODE, url, str(rank), str(size)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=inherited, env=dict(os.environ))
+def meet(url: str, rank: int, size: int, answer: Connection) -> None:
+    """A rank: a fork of the test's process, whose sockets and threads are not counted."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    hooks: Any = SimpleNamespace()
+    for each in (meeting, loops):
+        each.install(hooks)
+    before = listening()
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+    groups = [dist.new_group(backend="gloo", timeout=timedelta(minutes=1 + n)) for n in range(NUM_GROUPS)]
+    totals = [torch.tensor([rank + 1.0]) for _ in groups]
+    timeouts = []
+    for group, total in zip(groups, totals, strict=True):
+        assert isinstance(group, dist.ProcessGroup)
+        dist.all_reduce(total, group=group)
+        timeouts.append(group._get_backend(torch.device("cpu")).options._timeout)
+    threads = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+    found = ([total.item() for total in totals], timeouts, sum(each.startswith("gloo_tcp_loop") for each in threads))
+    answer.send((*found, listening() - before))
+    dist.barrier()
+    os._exit(0)
 
 
-def result(process: subprocess.Popen[str]) -> tuple[float, list[str]]:
-    said, _ = process.communicate(timeout=SECONDS)
-    total, listens = json.loads(said)
-    return total, listens
+def listening() -> set[tuple[str, int]]:
+    return {tuple(each.laddr) for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+
+
+class Rank:
+    def __init__(self, url: str, rank: int, size: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._answer, theirs = context.Pipe()
+        self._process = context.Process(target=meet, args=(url, rank, size, theirs))
+        self._process.start()
+        theirs.close()
+
+    def addresses(self, total: float) -> set[str]:
+        """Where it listens. `total`: what the ranks' sum must be."""
+        try:
+            assert self._answer.poll(SECONDS), "a rank does not answer"
+            totals, timeouts, num_loops, listens = self._answer.recv()
+        finally:
+            self._process.join(SECONDS)
+            self._process.kill()
+        assert totals == NUM_GROUPS * [total]
+        assert timeouts == [timedelta(minutes=1 + n) for n in range(NUM_GROUPS)]
+        assert num_loops == 1
+        return {address for address, _ in listens}
 
 
 @pytest.mark.slow
 def test_one_rank_meets_nobody_and_no_interface_but_loopback_listens() -> None:
-    total, listens = result(start(meeting.ALONE, 0, 1))
-    assert total == 1.0 and set(listens) <= {"127.0.0.1", "::1"}
+    assert Rank(meeting.ALONE, 0, 1).addresses(1.0) <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.slow
 def test_two_ranks_meet_at_a_socket_that_rank_0_inherited_and_nothing_listens_elsewhere() -> None:
     with socket.create_server(("127.0.0.1", 0)) as opened:
         host, port = opened.getsockname()
-        first = start(meeting.at(opened, host, port), 0, 2, opened.fileno())
-        second = start(meeting.elsewhere(host, port), 1, 2)
-        found = [result(process) for process in (first, second)]
-    assert [total for total, _ in found] == [3.0, 3.0]
-    assert {address for _, listens in found for address in listens} <= {"127.0.0.1", "::1"}
-
-
-def test_an_address_of_version_6_is_written_in_brackets() -> None:
-    opened = SimpleNamespace(fileno=lambda: 9)
-    assert meeting.at(opened, "fd00::1", 7) == "kt-runtime://[fd00::1]:7?fd=9"  # type: ignore[arg-type]
-    assert meeting.elsewhere("10.0.0.1", 7) == "kt-runtime://10.0.0.1:7?fd=none"
+        ranks = [Rank(meeting.at(opened, host, port), 0, 2), Rank(meeting.elsewhere(host, port), 1, 2)]
+        for rank in ranks:
+            assert rank.addresses(3.0) <= {"127.0.0.1", "::1"}
