@@ -17,12 +17,13 @@ std::string named(const Model& model, const std::string& what) {
   return std::string("step, ") + model.kind.name + ": bits depend on " + what;
 }
 
-// Whole prompts, each token alone, and both at once; each of them meets each number of threads, and both numbers of
-// memory nodes.
+// Prompts cut in each of these ways on each number of threads; each way and each number meet both numbers of memory
+// nodes.
 void test_threads_and_nodes(const Model& model, const Server& whole, const std::vector<Sequence>& sequences,
-                            const kt::Tiles& tiles, Report& report) {
+                            std::initializer_list<const std::vector<int64_t>*> ways, const kt::Tiles& tiles,
+                            Report& report) {
   int run = 0;
-  for (const auto* at_once : {&kWhole, &kDecode, &kMixed}) {
+  for (const auto* at_once : ways) {
     for (const int threads : {1, 2, 3}) {
       const int nodes = 2 - run++ % 2;
       if (at_once == &kDecode && threads == 3) continue;
@@ -105,19 +106,15 @@ void test_comparison(const Server& whole, const std::vector<Sequence>& sequences
   report.equal("step: the comparison of bits sees nothing", !server.same(whole));
 }
 
-// What depends on the format of the experts: what their kernels compute. The rest of a step is the kinds'.
-void test_experts(const Model& model, const Server& whole, const std::vector<Sequence>& sequences, int trials,
-                  const kt::Tiles& tiles, Random& random, Report& report) {
-  test_threads_and_nodes(model, whole, sequences, tiles, report);
-  test_alone(model, whole, sequences, tiles, report);
-  test_drawn(model, whole, sequences, tiles, trials, random, report);
-}
-
+// What depends on the format of the experts: what their kernels compute for batches of other sizes, on other threads
+// and nodes. kMixed ends with batches of one and two tokens.
 void test_format(const Model& model, const kt::Tiles& tiles, Random& random, Report& report) {
   const std::vector<Sequence> sequences = drawn_sequences(kLengths, random);
   Server whole(model, sequences, tiles, 1);
   whole.run_all(kWhole, report);
-  test_experts(model, whole, sequences, 2, tiles, random, report);
+  test_threads_and_nodes(model, whole, sequences, {&kWhole, &kMixed}, tiles, report);
+  test_alone(model, whole, sequences, tiles, report);
+  test_drawn(model, whole, sequences, tiles, 2, random, report);
 }
 
 void test_kind(const Model& model, const kt::Tiles& tiles, Random& random, Report& report) {
@@ -127,7 +124,10 @@ void test_kind(const Model& model, const kt::Tiles& tiles, Random& random, Repor
   report.equal("step: a finite token is refused",
                std::find(whole.refused.begin(), whole.refused.end(), true) == whole.refused.end());
   test_comparison(whole, sequences, model, tiles, report);
-  test_experts(model, whole, sequences, 6, tiles, random, report);
+  // Whole prompts, each token alone, and both at once.
+  test_threads_and_nodes(model, whole, sequences, {&kWhole, &kDecode, &kMixed}, tiles, report);
+  test_alone(model, whole, sequences, tiles, report);
+  test_drawn(model, whole, sequences, tiles, 6, random, report);
   test_moved_adapters(model, whole, sequences, tiles, report);
 }
 
