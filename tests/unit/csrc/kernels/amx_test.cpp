@@ -223,23 +223,19 @@ void test_many_rows(const kt::Tiles& tiles, const kt::Format& format, int64_t ou
 }
 
 // The model with and without the processor's fused multiply-add.
-#if defined(__x86_64__)
 void test_model(Random& random, Report& report) {
-  if (!model::detail::use_fused()) return;
+  if (!model::use_fused()) return;
   for (int64_t kind = 0; kind < 4; ++kind) {
     const Packed weights(32, 96, wild_bf16s(32 * 96, kind, random));
     const std::vector<uint16_t> a = wild_bf16s(20 * 96, kind, random);
     const kt::PackedBlocks blocks{weights.shape, weights.first, 2};
     const std::vector<float> fused = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
-    model::detail::use_fused() = false;
+    model::use_fused() = false;
     const std::vector<float> portable = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
-    model::detail::use_fused() = true;
+    model::use_fused() = true;
     report.equal("the model's two ways of kind " + std::to_string(kind), same_bits(fused, portable));
   }
 }
-#else
-void test_model(Random&, Report&) {}
-#endif
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include "ops/experts/forward.h"
 #include "packed_case.h"
 #include "reference.h"
+#include "remembered.h"
 
 namespace kt_test {
 namespace {
@@ -66,6 +67,18 @@ struct Problem {
     weights = random.floats(c.tokens * c.top_k);
     for (int64_t i = 0; i < c.tokens * c.top_k; ++i) ids.push_back(static_cast<int32_t>(random.below(experts + 1) - 1));
     for (int64_t t = 0; t < c.tokens; ++t) token_slots.push_back(static_cast<int32_t>(random.below(2) - 1));
+    add_to(&digest);
+  }
+
+  // All that the exact result depends on.
+  void add_to(Digest* to) const {
+    const kt::Activation& activation = config.mlp.activation;
+    to->add(config.tokens).add(config.top_k).add(config.rank).add(config.mlp.has_bias);
+    to->add(static_cast<int>(activation.kind)).add(activation.limit).add(activation.alpha);
+    to->add(config.shape.num_experts).add(config.shape.hidden).add(config.shape.intermediate);
+    for (int part = 0; part < 3; ++part) to->add(plain[part]).add(bias[part]);
+    for (const std::vector<float>& each : lora) to->add(each);
+    to->add(x).add(weights).add(ids).add(token_slots);
   }
 
   void add_matrix(const PackedCase& matrix, int64_t expert, kt::Projection part, Random& random) {
@@ -108,6 +121,7 @@ struct Problem {
   std::vector<uint16_t> x_bf16;
   std::vector<float> lora[6], x, weights;
   std::vector<int32_t> ids, token_slots;
+  Digest digest;
 };
 
 // The arguments that gradients are taken of, in double.
@@ -159,7 +173,7 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
       p.config.bf16 ? view(out_bf16, kt::DType::kBf16, shape) : view(out, kt::DType::kF32, shape);
   const kt::Status status = kt::forward({p.layer, tiles, 2}, p.call(), result);
   if (!status.ok()) return report.fail("forward: " + status.message());
-  const std::vector<double> wanted = reference(p, Point(p));
+  const Row& wanted = remembered(p.digest, [&] { return reference(p, Point(p)); });
   std::vector<double> error(wanted.size());
   for (size_t i = 0; i < wanted.size(); ++i) {
     error[i] = (p.config.bf16 ? kt::bf16_to_float(out_bf16[i]) : out[i]) - wanted[i];
@@ -167,18 +181,12 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
   report.close("forward", norm(error), 0.0, p.config.forward_tolerance(), norm(wanted));
 }
 
-// <gradient, direction> against the slope of <grad_out, forward> along the direction. No kernel is called here.
-void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
-                    std::vector<double> Point::* x, int lora_index, const char* name, bool rounds, Random& random,
-                    Report& report) {
-  if (!report.takes()) return;
+// The slope of <grad_out, forward> along a direction of x, of the weights or of an adapter's matrix. No kernel is
+// called here.
+double slope_of(const Problem& p, const std::vector<float>& grad_out, const Row& direction,
+                std::vector<double> Point::* x, int lora_index) {
   constexpr double kStep = 1e-7;  // short: of a clamp only one side
-  std::vector<double> direction(gradient.size());
-  double got = 0, slope = 0;
-  for (size_t i = 0; i < direction.size(); ++i) {
-    direction[i] = random.normal();
-    got += direction[i] * gradient[i];
-  }
+  double slope = 0;
   for (const double sign : {1.0, -1.0}) {
     Point at(p);
     std::vector<double>& moved = x ? at.*x : at.lora[lora_index];
@@ -186,6 +194,23 @@ void test_direction(const Problem& p, const std::vector<float>& grad_out, const 
     const std::vector<double> out = reference(p, at);
     for (size_t i = 0; i < out.size(); ++i) slope += sign * out[i] * grad_out[i] / (2 * kStep);
   }
+  return slope;
+}
+
+// <gradient, direction> against the slope of <grad_out, forward> along the direction.
+void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
+                    std::vector<double> Point::* x, int lora_index, const char* name, bool rounds, Random& random,
+                    Report& report) {
+  if (!report.takes()) return;
+  std::vector<double> direction(gradient.size());
+  double got = 0;
+  for (size_t i = 0; i < direction.size(); ++i) {
+    direction[i] = random.normal();
+    got += direction[i] * gradient[i];
+  }
+  Digest digest = p.digest;
+  digest.add(grad_out).add(direction).add(name, std::strlen(name));
+  const double slope = remembered(digest, [&] { return slope_of(p, grad_out, direction, x, lora_index); });
   const std::vector<double> wide(gradient.begin(), gradient.end());
   const std::string of = ", activation " + std::to_string(static_cast<int>(p.config.mlp.activation.kind));
   report.close(std::string("gradient of ") + name + of, got, slope, p.config.backward_tolerance(rounds),
