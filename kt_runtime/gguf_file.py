@@ -79,6 +79,7 @@ _TYPES = {
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_LENGTH = struct.Struct("<Q")
 _READ_AHEAD = 1 << 20
 
 
@@ -159,6 +160,7 @@ class _Parser:
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
         self._file_bytes = os.fstat(descriptor).st_size
+        self._limit = min(self._file_bytes, MAX_HEADER_BYTES)
         self._at = 0
         self._start, self._buffer = 0, b""
 
@@ -257,20 +259,31 @@ class _Parser:
         return int(count)
 
     def _string(self, what: str) -> str:
+        try:
+            return self._string_bytes(what).decode()
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what}: not UTF-8: {error.reason}") from None
+
+    def _string_bytes(self, what: str) -> bytes:
+        """At once where length and bytes are read already: a vocabulary is some hundred thousand texts."""
+        first = self._at - self._start + _LENGTH.size
+        if first <= len(self._buffer):
+            (length,) = _LENGTH.unpack_from(self._buffer, first - _LENGTH.size)
+            end = first + length
+            if length <= MAX_STRING_BYTES and end <= min(len(self._buffer), self._limit - self._start):
+                self._at = self._start + end
+                return self._buffer[first:end]
         length = self._number("Q", what)
         if length > MAX_STRING_BYTES:
             raise self._error(f"{what}: claims a text of {length} bytes; at most {MAX_STRING_BYTES} are accepted")
-        try:
-            return self._take(length, what).decode()
-        except UnicodeDecodeError as error:
-            raise self._error(f"{what}: not UTF-8: {error.reason}") from None
+        return self._take(length, what)
 
     def _number(self, letter: str, what: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(letter), what))[0]
 
     def _take(self, count: int, what: str) -> bytes:
         end = self._at + count
-        if end > min(self._file_bytes, MAX_HEADER_BYTES):
+        if end > self._limit:
             limit = f"the file has {self._file_bytes}"
             if end > MAX_HEADER_BYTES:
                 limit = f"a header of at most {MAX_HEADER_BYTES} is accepted"

@@ -3,6 +3,9 @@
 SGLang compiles functions when they are first called, unless the environment forbids it before SGLang is imported.
 `kt-runtime serve` forbids it on a machine without a GPU, and so it is here.
 
+A process of several (`pytest -n 2`) computes with one thread of PyTorch: two that wait for each other burn both
+processors.
+
 Torch, transformers, SGLang and 5,000 collected tests are millions of objects. A full collection over them takes about a
 second, and PyTorch, SGLang and Hugging Face's trainer ask for many.
 """
@@ -56,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        import torch  # after SGLang's environment is set
+
+        torch.set_num_threads(1)
     config.addinivalue_line("markers", "slow: takes about a second or more; not in `TEST_CASES=few`")
     if (path := config.getoption("--processor-time")) is not None:
         config.pluginmanager.register(ProcessorTime(Path(path)), "processor-time")

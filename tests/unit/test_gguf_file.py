@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.cases import EACH_RUN_ALIKE, examples
 
+from kt_runtime import gguf_file
 from kt_runtime.errors import CheckpointError, KtError, NotFoundError
 from kt_runtime.gguf_file import BLOCKS, read_gguf, read_gguf_model
 
@@ -157,6 +158,21 @@ def test_a_lying_header_is_refused(content: bytes, message: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=message) as raised:
         read_gguf(path)
     assert str(raised.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("MAX_STRING_BYTES", 20, r"claims a text of \d+ bytes; at most 20 are accepted"),
+        ("MAX_HEADER_BYTES", 100, "a header of at most 100 is accepted"),
+    ],
+)
+def test_limits_hold_for_bytes_that_are_read_already(
+    written: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, message: str
+) -> None:
+    monkeypatch.setattr(gguf_file, limit, value)
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(written)
 
 
 def test_every_truncation_is_refused(written: Path, tmp_path: Path) -> None:

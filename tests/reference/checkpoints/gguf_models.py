@@ -3,12 +3,13 @@ Hugging Face checkpoint in float32 of the same weights."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import msgspec
@@ -51,6 +52,18 @@ def expressible(name: str) -> Preset:
     return msgspec.structs.replace(preset, config={**preset.config, **AS_LLAMA_CPP.get(name, {})})
 
 
+class Field(NamedTuple):
+    types: list[gguf.GGUFValueType]
+    value: Any
+
+
+@functools.lru_cache(maxsize=4)
+def _contents(source: Path, *_version: int) -> tuple[dict[str, Field], list[gguf.ReaderTensor]]:
+    """Of a file that may be read many times: the package takes longer for its keys than for all else."""
+    reader = gguf.GGUFReader(source)
+    return {name: Field(field.types, field.contents()) for name, field in reader.fields.items()}, reader.tensors
+
+
 def requantize(
     source: Path,
     target: Path,
@@ -66,21 +79,22 @@ def requantize(
 
     `split`: tensors in each file. `more`: further tensors, of ones. `layers_behind`: `nextn_predict_layers`.
     """
-    reader = gguf.GGUFReader(source)
+    stat = source.stat()
+    fields, tensors = _contents(source, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     changed = dict(keys or {})
-    architecture = changed.pop("general.architecture", reader.fields["general.architecture"].contents())
+    architecture = changed.pop("general.architecture", fields["general.architecture"].value)
     target.unlink(missing_ok=True)
     writer = gguf.GGUFWriter(target, architecture, split_max_tensors=split)
-    for name, field in reader.fields.items():
+    for name, field in fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, changed.pop(name, field.contents()), field.types[0], inner)
+        writer.add_key_value(name, changed.pop(name, field.value), field.types[0], inner)
     for name, value in changed.items():
         writer.add_bool(name, value)
     if layers_behind:
         writer.add_nextn_predict_layers(layers_behind)
-    for tensor in reader.tensors:
+    for tensor in tensors:
         if tensor.name == leave_out:
             continue
         kind = next((kind for part, kind in types.items() if part in tensor.name), tensor.tensor_type.name)

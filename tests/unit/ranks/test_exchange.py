@@ -170,7 +170,7 @@ def test_a_rank_that_computes_or_is_stopped_is_waited_for(state: str) -> None:
     """Until it ends, which is later than a rank that hangs would have been given up."""
 
     def compute() -> None:
-        until = time.process_time() + 2 * PATIENCE_SECONDS
+        until = time.process_time() + 1.5 * PATIENCE_SECONDS
         while time.process_time() < until:
             pass
 

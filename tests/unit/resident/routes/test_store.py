@@ -84,7 +84,7 @@ def test_any_order_of_puts_and_renewals_finds_what_was_put_last_and_never_more_t
 
 
 def test_all_memory_is_taken_at_the_start_and_is_the_size_that_was_given() -> None:
-    tokens = 20_000
+    tokens = 4_000
     some = [(keys_of(tokens, version), ids(*[1] * tokens)) for version in ("a", "b", "c")]
     tracemalloc.start()
     try:
@@ -96,8 +96,9 @@ def test_all_memory_is_taken_at_the_start_and_is_the_size_that_was_given() -> No
     finally:
         tracemalloc.stop()
     assert len(store) == tokens and store.dropped_tokens == 2 * tokens
-    assert 0 <= at_first - store.size_bytes <= 1000, "beside the rows and the keys there are a few objects"
-    assert taken - at_first <= 1000
+    few = 10_000  # also of threads that other tests left; an object for each token is 100 KB and more
+    assert 0 <= at_first - store.size_bytes <= few, "beside the rows and the keys there are a few objects"
+    assert taken - at_first <= few
 
 
 def test_a_size_without_room_for_a_token_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,14 +54,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(scope="module", params=PRESETS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(the checkpoint, its GGUF file with experts in Q8_0)."""
-    place = tmp_path_factory.mktemp("gguf")
-    model = make_model(expressible(request.param), place / "model", seed=3)
-    write_gguf_model(model, place / "bf16.gguf")
-    requantize(place / "bf16.gguf", place / "tiny.Q8_0.gguf", {"_exps.weight": "Q8_0"})
-    return model, place / "tiny.Q8_0.gguf"
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """`make(preset)`: (the checkpoint, its GGUF file with experts in Q8_0), made once."""
+
+    @functools.cache
+    def make_once(preset: str) -> tuple[Path, Path]:
+        place = tmp_path_factory.mktemp("gguf")
+        model = make_model(expressible(preset), place / "model", seed=3)
+        write_gguf_model(model, place / "bf16.gguf")
+        requantize(place / "bf16.gguf", place / "tiny.Q8_0.gguf", {"_exps.weight": "Q8_0"})
+        return model, place / "tiny.Q8_0.gguf"
+
+    return make_once
+
+
+@pytest.fixture(params=PRESETS)
+def made(request: pytest.FixtureRequest, make: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
+    """Of each family."""
+    return make(request.param)
+
+
+@pytest.fixture
+def made_one(make: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
+    """For what does not depend on the family."""
+    return make("tiny-qwen3-moe")
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -121,15 +140,15 @@ def test_text_is_split_as_the_file_says(tmp_path: Path, split: str, parts: list[
     assert [text for text, _ in found] == parts
 
 
-def test_a_first_token_is_added_where_the_file_says_so(made: tuple[Path, Path], tmp_path: Path) -> None:
-    requantize(made[1], tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.add_bos_token": True})
+def test_a_first_token_is_added_where_the_file_says_so(made_one: tuple[Path, Path], tmp_path: Path) -> None:
+    requantize(made_one[1], tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.add_bos_token": True})
     with_first = AutoTokenizer.from_pretrained(gguf_directory(tmp_path / "m.gguf"))
-    plain = AutoTokenizer.from_pretrained(gguf_directory(made[1]))
+    plain = AutoTokenizer.from_pretrained(gguf_directory(made_one[1]))
     assert with_first("a b")["input_ids"] == [with_first.bos_token_id, *plain("a b")["input_ids"]]
 
 
-def test_a_tokenizer_beside_the_file_is_taken(made: tuple[Path, Path], tmp_path: Path) -> None:
-    model, path = made
+def test_a_tokenizer_beside_the_file_is_taken(made_one: tuple[Path, Path], tmp_path: Path) -> None:
+    model, path = made_one
     shutil.copy(path, tmp_path / "m.gguf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path / name)
@@ -137,8 +156,8 @@ def test_a_tokenizer_beside_the_file_is_taken(made: tuple[Path, Path], tmp_path:
     assert (directory / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
-def test_the_directory_is_made_once_and_anew_for_a_changed_file(made: tuple[Path, Path], tmp_path: Path) -> None:
-    shutil.copy(made[1], tmp_path / "m.gguf")
+def test_the_directory_is_made_once_and_anew_for_a_changed_file(made_one: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copy(made_one[1], tmp_path / "m.gguf")
     directory = gguf_directory(tmp_path / "m.gguf")
     made_at = (directory / "config.json").stat().st_mtime_ns
     assert gguf_directory(tmp_path / "m.gguf") == directory
@@ -279,23 +298,11 @@ def test_a_router_that_is_no_sigmoid_is_refused(tmp_path: Path, preset: str) -> 
         resolve_model(str(tmp_path / "m.gguf"))
 
 
-def test_what_can_not_be_served_is_refused_by_name(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tensors_that_are_not_the_family_s_are_refused_by_name(made: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     layer = family_for(config_of(made[0])).moe_layers(config_of(made[0]))[0]
     requantize(made[1], path, {}, leave_out=f"blk.{layer}.ffn_up_exps.weight")
     with pytest.raises(CheckpointError, match=rf"m.gguf: tensor 'blk.{layer}.ffn_up_exps.weight' is missing"):
-        resolve_model(str(path))
-    requantize(made[1], path, {}, leave_out="output_norm.weight")
-    with pytest.raises(CheckpointError, match=r"tensor 'output_norm.weight' is missing"):
-        resolve_model(str(path))
-    requantize(made[1], path, {"ffn_down_exps": "Q5_1"})
-    with pytest.raises(CheckpointError, match="has type Q5_1; experts are served in BF16, Q8_0"):
-        resolve_model(str(path))
-    requantize(made[1], path, {}, keys={"general.architecture": "mamba"})
-    with pytest.raises(CheckpointError, match="architecture of a GGUF file 'mamba'"):
-        resolve_model(str(path))
-    requantize(made[1], path, {}, keys={"tokenizer.ggml.pre": "klingon"})
-    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'klingon'.*beside the file"):
         resolve_model(str(path))
     architecture = gguf.GGUFReader(made[1]).fields["general.architecture"].contents()
     requantize(made[1], path, {}, keys={f"{architecture}.expert_count": 9})
@@ -303,4 +310,20 @@ def test_what_can_not_be_served_is_refused_by_name(made: tuple[Path, Path], tmp_
         resolve_model(str(path))
     requantize(made[1], path, {}, keys={f"{architecture}.block_count": 0})
     with pytest.raises((CheckpointError, InvalidValueError), match=r"num_hidden_layers|block_count"):
+        resolve_model(str(path))
+
+
+def test_what_no_family_serves_is_refused_by_name(made_one: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    requantize(made_one[1], path, {}, leave_out="output_norm.weight")
+    with pytest.raises(CheckpointError, match=r"tensor 'output_norm.weight' is missing"):
+        resolve_model(str(path))
+    requantize(made_one[1], path, {"ffn_down_exps": "Q5_1"})
+    with pytest.raises(CheckpointError, match="has type Q5_1; experts are served in BF16, Q8_0"):
+        resolve_model(str(path))
+    requantize(made_one[1], path, {}, keys={"general.architecture": "mamba"})
+    with pytest.raises(CheckpointError, match="architecture of a GGUF file 'mamba'"):
+        resolve_model(str(path))
+    requantize(made_one[1], path, {}, keys={"tokenizer.ggml.pre": "klingon"})
+    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'klingon'.*beside the file"):
         resolve_model(str(path))
