@@ -3,7 +3,8 @@
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
 command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py. Other commands that a
 test interrupts or kills are such forks too (`start_command`); in a new interpreter `kt-runtime train` is started by
-test_demo.py, test_grpo.py and one test of test_training_runs.py.
+test_demo.py, test_grpo.py and one test of test_training_runs.py. So are the trainers of fine-tuning jobs, but those of
+servers with NEW_TRAINERS in their environment.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.process
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from reference.server import changed_processes, hung_processes
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
+from kt_runtime.serve.finetuning import trainer
 from kt_runtime.serve.launch import settings_before_imports
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
@@ -44,6 +49,7 @@ IMPORTED = [
 TESTS = Path(__file__).parents[1]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
+NEW_TRAINERS = "NEW_TRAINERS"  # in a server's environment: its jobs' trainers are new interpreters, as for users
 context = multiprocessing.get_context("forkserver")
 _at_start: dict[str, str | None] = {}
 _start_command = server_process._start
@@ -69,6 +75,9 @@ class Forked:
         if self.returncode is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
@@ -79,7 +88,16 @@ class Forked:
 class ForkedServer(Forked):
     def __init__(self, command: list[str], log_path: Path) -> None:
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        super().__init__(_serve, command[command.index("serve") :], environment, str(log_path))
+        super().__init__(_serve, command[command.index("serve") :], environment, str(log_path), _address())
+
+
+class ForkedTrainer(Forked):
+    """In place of `finetuning.trainer._start`, in a server. `arguments`: -P -m MODULE, then those of `kt-runtime`."""
+
+    def __init__(self, arguments: list[str], place: Path, environment: Mapping[str, str], output: int) -> None:
+        server = os.getpid()
+        with Connection(os.dup(output), readable=False) as writing:
+            super().__init__(_train, arguments[3:], dict(environment), writing, str(place), server)
 
 
 class ForkedCommand(Forked):
@@ -128,8 +146,6 @@ def frontend_of(model_directory: Path) -> psutil.Process:
 
 def import_all() -> None:
     """Starts the process that the servers are forks of. It ends with this process."""
-    from multiprocessing import forkserver
-
     _at_start.update({name: os.environ.get(name) for name in READ_AT_START})
     before = dict(os.environ)
     os.environ.update(settings_before_imports(with_gpu=False))
@@ -143,7 +159,12 @@ def import_all() -> None:
         os.environ.update(before)
 
 
-def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> None:
+def _address() -> str | None:
+    address: str | None = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    return address
+
+
+def _serve(arguments: list[str], environment: dict[str, str], log_path: str, fork_server: str | None) -> None:
     os.setsid()
     server_process._end_with_parent()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -151,6 +172,8 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
         os.dup2(log, stream)
     os.close(log)
     _become(arguments, environment)
+    if NEW_TRAINERS not in environment:
+        _fork_trainers(fork_server)
     if environment.get(faulty_disk.CONTROL):
         faulty_disk.install()
     if environment.get(lost_device.CONTROL):
@@ -163,6 +186,26 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     if emulated := sys.modules.get("device.backend"):  # torch has loaded it (tests/device)
         emulated.follow_environment()
     sys.exit(main())
+
+
+def _fork_trainers(fork_server: str | None) -> None:
+    """Of the process that this server is a fork of: multiprocessing would start another fork server."""
+    forkserver._forkserver._forkserver_address = fork_server  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    trainer._start = ForkedTrainer  # type: ignore[assignment,misc]
+
+
+def _train(arguments: list[str], environment: dict[str, str], output: Connection, place: str, server: int) -> None:
+    os.setsid()
+    threading.Thread(target=_end_with, args=(os.pidfd_open(server),), daemon=True).start()
+    os.chdir(place)
+    _run(arguments, environment, output)
+
+
+def _end_with(server: int) -> None:
+    """As the launcher of a new interpreter has it from the kernel: a fork's parent is the fork server."""
+    select.select([server], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(arguments: list[str], environment: dict[str, str], output: Connection) -> None:
