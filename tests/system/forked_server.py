@@ -2,9 +2,9 @@
 
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
 command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py. Other commands that a
-test interrupts or kills are such forks too (`start_command`); in a new interpreter `kt-runtime train` is started by
-test_demo.py, test_grpo.py and one test of test_training_runs.py. So are the trainers of fine-tuning jobs, but those of
-servers with NEW_TRAINERS in their environment.
+test interrupts or kills are such forks too (`start_command`), and the servers that they start; in a new interpreter
+`kt-runtime train` is started by test_demo.py, `kt-runtime bench` by bench/test_serve.py and bench/test_experts.py. So
+are the trainers of fine-tuning jobs, but those of servers with NEW_TRAINERS in their environment (test_finetuning.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
@@ -105,7 +106,7 @@ class ForkedCommand(Forked):
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         reading, writing = context.Pipe(duplex=False)
-        super().__init__(_run, arguments, environment, writing)
+        super().__init__(_command, arguments, environment, writing, _address())
         writing.close()
         self.stdout = os.fdopen(os.dup(reading.fileno()), "r")
         reading.close()
@@ -119,13 +120,14 @@ class ForkedCommand(Forked):
 
 
 def start_command(arguments: list[str], **variables: str) -> subprocess.Popen[str] | ForkedCommand:
-    """`kt-runtime ARGUMENTS` in a process of its own, in this directory, with `variables` in its environment."""
+    """`kt-runtime ARGUMENTS` in a process and session of its own, in this directory, with `variables` in its
+    environment."""
     environment = {**os.environ, **variables}
     if _at_start and not has_gpu() and all(environment.get(name) == value for name, value in _at_start.items()):
         return ForkedCommand(arguments, environment)
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, env=environment, text=True, **streams)
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **streams)
 
 
 def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
@@ -142,6 +144,11 @@ def frontend_of(model_directory: Path) -> psutil.Process:
         if " serve " in command and str(model_directory) in command:
             return process
     raise AssertionError(f"no process serves {model_directory}")
+
+
+def processes() -> set[psutil.Process]:
+    """All that descend from this process, whichever way they were started."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def import_all() -> None:
@@ -173,7 +180,8 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str, for
     os.close(log)
     _become(arguments, environment)
     if NEW_TRAINERS not in environment:
-        _fork_trainers(fork_server)
+        _follow(fork_server)
+        trainer._start = ForkedTrainer  # type: ignore[assignment,misc]
     if environment.get(faulty_disk.CONTROL):
         faulty_disk.install()
     if environment.get(lost_device.CONTROL):
@@ -188,15 +196,19 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str, for
     sys.exit(main())
 
 
-def _fork_trainers(fork_server: str | None) -> None:
-    """Of the process that this server is a fork of: multiprocessing would start another fork server."""
+def _follow(fork_server: str | None) -> None:
+    """The process that this one is a fork of makes its forks too: multiprocessing would start another one."""
     forkserver._forkserver._forkserver_address = fork_server  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-    trainer._start = ForkedTrainer  # type: ignore[assignment,misc]
+
+
+def _command(arguments: list[str], environment: dict[str, str], output: Connection, fork_server: str | None) -> None:
+    _follow(fork_server)
+    server_process._start = start  # type: ignore[assignment]
+    _run(arguments, environment, output)
 
 
 def _train(arguments: list[str], environment: dict[str, str], output: Connection, place: str, server: int) -> None:
-    os.setsid()
     threading.Thread(target=_end_with, args=(os.pidfd_open(server),), daemon=True).start()
     os.chdir(place)
     _run(arguments, environment, output)
@@ -209,6 +221,7 @@ def _end_with(server: int) -> None:
 
 
 def _run(arguments: list[str], environment: dict[str, str], output: Connection) -> None:
+    os.setsid()
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
@@ -223,4 +236,5 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
     setproctitle.setproctitle(" ".join(sys.argv))  # before the environment changes, whose place in memory it needs
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it was read from another environment
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
