@@ -24,7 +24,7 @@ from system.fuzz.findings import FINDINGS, Finding
 from system.fuzz.room import grown
 from system.fuzz.wire_cases import WireCases, WirePlaces
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "12"))
 STRICT = bool(os.environ.get("FUZZ_STRICT"))
 # `make test` attacks with the same inputs each time; `make fuzz` with others, unless it is told a seed.
 SEED = int(os.environ.get("FUZZ_SEED") or (secrets.randbelow(10**6) if STRICT else 13))
@@ -161,7 +161,7 @@ def _attack(server: Attended, target: Target, seconds: float) -> None:
     """Until the time is over or the server is."""
     if server.watch.ended:
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # it has imported most of theirs (forked_server.py)
     stop = context.Event()
     attackers = [context.Process(target=work, args=(target, stop)) for work in (attack_http, attack_otherwise)]
     for attacker in attackers:
