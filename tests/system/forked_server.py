@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.process
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import psutil
 import setproctitle
@@ -52,6 +53,7 @@ TESTS = Path(__file__).parents[1]
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
 NEW_TRAINERS = "NEW_TRAINERS"  # in a server's environment: its jobs' trainers are new interpreters, as for users
 context = multiprocessing.get_context("forkserver")
+T = TypeVar("T")
 _at_start: dict[str, str | None] = {}
 _start_command = server_process._start
 
@@ -84,6 +86,24 @@ class Forked:
         if self.returncode is None:
             raise subprocess.TimeoutExpired("kt-runtime", timeout or 0.0)
         return self.returncode
+
+
+class ForkedScript(Forked):
+    """`python SCRIPT ARGUMENT` as `bench.serve.peers` starts it. `stdout`: lines."""
+
+    def __init__(self, script: Path, argument: str, environment: dict[str, str], log: IO[bytes]) -> None:
+        reading, writing = context.Pipe(duplex=False)
+        with writing, Connection(os.dup(log.fileno()), readable=False) as errors:
+            super().__init__(_script, str(script), argument, environment, writing, errors)
+        self.stdout = os.fdopen(os.dup(reading.fileno()), "r")
+        reading.close()
+
+    def __enter__(self) -> ForkedScript:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.wait()
 
 
 class ForkedServer(Forked):
@@ -128,6 +148,12 @@ def start_command(arguments: list[str], **variables: str) -> subprocess.Popen[st
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **streams)
+
+
+def in_fork(function: Callable[[], T]) -> T:
+    """What it returns in a process of its own. `function`: of a module, not a lambda."""
+    with context.Pool(1) as pool:
+        return pool.apply(function)
 
 
 def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
@@ -206,6 +232,15 @@ def _command(arguments: list[str], environment: dict[str, str], output: Connecti
     _follow(fork_server)
     server_process._start = start  # type: ignore[assignment]
     _run(arguments, environment, output)
+
+
+def _script(script: str, argument: str, environment: dict[str, str], output: Connection, errors: Connection) -> None:
+    os.setsid()
+    os.dup2(output.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    _become([], environment)
+    sys.argv = [script, argument]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _train(arguments: list[str], environment: dict[str, str], output: Connection, place: str, server: int) -> None:

@@ -17,7 +17,7 @@ QUIET_SECONDS = 5.0
 # Another program of the machine may hold a stream up for longer than while it was quiet: so much longer is allowed.
 QUIET_TIMES = 5.0
 # Between two answers of a stream and two rounds of training, unless strict: the server has this time for the inputs.
-REST_SECONDS = 0.5
+STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.5, 2.0
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Attended:
 
 @contextlib.contextmanager
 def attended(place: Path, strict: bool) -> Iterator[Attended]:
-    rest_s = 0.0 if strict else REST_SECONDS
-    with room(place) as made, made.streaming(rest_s) as streams, made.training(rest_s) as run:
+    stream_s, training_s = (0.0, 0.0) if strict else (STREAM_REST_SECONDS, TRAINING_REST_SECONDS)
+    with room(place) as made, made.streaming(stream_s) as streams, made.training(training_s) as run:
         watch = made.watch()
         begun = time.monotonic()
         while time.monotonic() < begun + QUIET_SECONDS or not run.num_rounds or not all(s.num_answers for s in streams):
