@@ -41,7 +41,6 @@ from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
 
 # SGLang's scheduler imports the modules of all models (1.3 s). SGLang's hooks patch what they have imported already.
 IMPORTED = [
-    "reference.server.uncollected_imports",
     *("torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
     *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),

@@ -8,4 +8,3 @@ import gc
 
 gc.collect()
 gc.freeze()
-gc.enable()  # uncollected_imports.py
