@@ -155,8 +155,8 @@ def in_new_interpreter(arguments: list[str], **variables: str) -> subprocess.Pop
     return subprocess.Popen(
         [sys.executable, "-m", "kt_runtime.cli.main", *arguments],
         env=os.environ | variables,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
@@ -164,7 +164,11 @@ def in_new_interpreter(arguments: list[str], **variables: str) -> subprocess.Pop
     )
 
 
-@pytest.mark.parametrize(("moment", "start"), [("starting a server", in_new_interpreter), ("prefill", start_command)])
+@pytest.mark.parametrize(
+    ("moment", "start"),
+    [("starting a server", in_new_interpreter), ("prefill", start_command)],
+    ids=["starting a server", "prefill"],
+)
 def test_an_interrupted_run_leaves_no_process_and_no_file(
     moment: str, start: Callable[..., Any], short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,15 +179,15 @@ def test_an_interrupted_run_leaves_no_process_and_no_file(
     before = processes()
     process = start(["bench", "serve", *QUICK, *sizes], TMPDIR=str(short_directory))
     said = []
-    for line in process.stderr or process.stdout:
+    for line in process.stdout:
         said.append(line)
         if line.startswith(moment):
             break
     children = {each for each in processes() - before if each.pid != process.pid}
     os.killpg(process.pid, signal.SIGINT)
-    error = process.communicate(timeout=60)[start is in_new_interpreter]
-    assert process.returncode == 130, "".join(said) + error
-    assert error.splitlines()[-1] == "kt-runtime: interrupted" and "Traceback" not in error
+    more, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, "".join(said) + more
+    assert more.splitlines()[-1] == "kt-runtime: interrupted" and "Traceback" not in more
     assert len(children) > 2 or moment != "prefill"  # of the server: frontend, scheduler and detokenizer at least
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert not list(short_directory.glob("kt-runtime-bench-*"))
