@@ -225,7 +225,7 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str, for
 def _follow(fork_server: str | None) -> None:
     """The process that this one is a fork of makes its forks too: multiprocessing would start another one."""
     forkserver._forkserver._forkserver_address = fork_server  # type: ignore[attr-defined]
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 def _command(arguments: list[str], environment: dict[str, str], output: Connection, fork_server: str | None) -> None:

@@ -137,7 +137,7 @@ def _train(
         command.append(f"dataset_dir={world}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stderr is not None
-        lines = []
+        lines: list[tuple[float, str]] = []
         for line in process.stderr:
             if not lines:
                 begin()
