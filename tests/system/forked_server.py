@@ -3,8 +3,8 @@
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
 command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py. Other commands that a
 test interrupts or kills are such forks too (`start_command`), and the servers that they start; in a new interpreter
-`kt-runtime train` is started by test_demo.py, `kt-runtime bench` by bench/test_serve.py and bench/test_experts.py. So
-are the trainers of fine-tuning jobs, but those of servers with NEW_TRAINERS in their environment (test_finetuning.py).
+`kt-runtime train` is started by test_demo.py, `kt-runtime bench` by bench/test_experts.py. The trainers of fine-tuning
+jobs are forks, but those of servers with NEW_TRAINERS in their environment (test_finetuning.py).
 """
 
 from __future__ import annotations
