@@ -17,7 +17,7 @@ QUIET_SECONDS = 5.0
 # Another program of the machine may hold a stream up for longer than while it was quiet: so much longer is allowed.
 QUIET_TIMES = 5.0
 # Between two answers of a stream and two rounds of training, unless strict: the server has this time for the inputs.
-STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.5, 2.0
+STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.25, 2.0
 
 
 @dataclass

@@ -151,6 +151,7 @@ class TrainingRun(threading.Thread):
                 self.faults.append(f"{type(error).__name__}: {error}"[:500])
                 continue
             self.num_rounds += 1
+            self._finish.wait(self._rest_s)
             if found != self.expected:
                 self.faults.append(f"other losses or weights than on a quiet server: {found} for {self.expected}")
 
