@@ -252,8 +252,8 @@ def trainer_of(job_id: str) -> psutil.Process:
 def test_a_killed_trainer_fails_its_job_and_a_cancelled_one_ends_and_nothing_is_left(
     client: Any, float32_server: Served
 ) -> None:
-    jobs, talks = client.fine_tuning.jobs, upload(client, TALKS)
-    long = {"n_epochs": 100, "batch_size": 1}
+    jobs, talks = client.fine_tuning.jobs, upload(client, 25 * TALKS)
+    long = {"n_epochs": 100, "batch_size": 1}  # 10,000 steps: none ends by itself meanwhile
     killed = jobs.create(model=BASE, training_file=talks, hyperparameters=long)
     cancelled = jobs.create(model=BASE, training_file=talks, hyperparameters=long)
     wait_for(client, killed.id, lambda _: len(steps_of(client, killed.id)) > 3)
