@@ -12,6 +12,7 @@ second, and PyTorch, SGLang and Hugging Face's trainer ask for many.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections import defaultdict
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx._transports import default as httpx_transports
 from hypothesis import HealthCheck, settings
 from reference.cases import choose, covering, position_on_axes
 from reference.place import CPU, Place
@@ -30,6 +32,9 @@ from kt_runtime.serve.memory.machine import has_gpu
 
 for _name, _value in settings_before_imports(has_gpu()).items():
     os.environ.setdefault(_name, _value)
+
+# The authorities' certificates are read once: that takes 24 ms, also for a client of http://.
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 # Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by
 # one example that takes 200 ms on a busy machine, nor by the time that drawing them takes.

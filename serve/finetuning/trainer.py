@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,15 +45,7 @@ class Trainer:
         self._output = place / OUTPUT_FILE
         descriptor = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *train],
-                stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
-                cwd=place,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in the server's terminal is the server's
-            )
+            self._process = _start(train, place, environment, descriptor)
         finally:
             os.close(descriptor)
 
@@ -93,3 +86,16 @@ class Trainer:
         first = next((index for index, line in enumerate(said) if line.startswith(PREFIX)), max(0, len(said) - 3))
         text = "\n".join(said[first:]).removeprefix(PREFIX)
         return text[:TOLD_CHARACTERS] or f"the trainer ended with status {status}"
+
+
+def _start(arguments: list[str], place: Path, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    """`arguments`: of the interpreter. `output`: the descriptor of what it says."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=place,
+        env=environment,
+        start_new_session=True,  # Ctrl-C in the server's terminal is the server's
+    )

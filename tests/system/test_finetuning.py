@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from reference.place import Place
+from system import forked_server
 from system.conftest import Served
 
 from kt_runtime.cli.connection import ServerAPI
@@ -243,7 +244,7 @@ def trainer_of(job_id: str) -> psutil.Process:
             command = process.cmdline()
         except psutil.Error:
             continue
-        if "train" in command and any(job_id in part for part in command):
+        if " train " in " ".join(command) and any(job_id in part for part in command):
             return process
     raise AssertionError(f"no trainer of {job_id}")
 
@@ -251,8 +252,8 @@ def trainer_of(job_id: str) -> psutil.Process:
 def test_a_killed_trainer_fails_its_job_and_a_cancelled_one_ends_and_nothing_is_left(
     client: Any, float32_server: Served
 ) -> None:
-    jobs, talks = client.fine_tuning.jobs, upload(client, TALKS)
-    long = {"n_epochs": 100, "batch_size": 1}
+    jobs, talks = client.fine_tuning.jobs, upload(client, 25 * TALKS)
+    long = {"n_epochs": 100, "batch_size": 1}  # 10,000 steps: none ends by itself meanwhile
     killed = jobs.create(model=BASE, training_file=talks, hyperparameters=long)
     cancelled = jobs.create(model=BASE, training_file=talks, hyperparameters=long)
     wait_for(client, killed.id, lambda _: len(steps_of(client, killed.id)) > 3)
@@ -276,8 +277,9 @@ def test_a_killed_trainer_fails_its_job_and_a_cancelled_one_ends_and_nothing_is_
 def test_a_restarted_server_resumes_a_job_to_the_same_weights(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a key: trainers have one of the server's own."""
+    """Behind a key: trainers have one of the server's own. The first one is a new interpreter, as for users."""
     key = "the-key-of-clients"
+    monkeypatch.setenv(forked_server.NEW_TRAINERS, "1")
     monkeypatch.setenv("KT_RUNTIME_API_KEY", key)
     make_model("tiny-qwen3-moe", tmp_path / "model", seed=2)
     options = ["--dtype", "float32", "--max-total-tokens", "2048", "--adapter-dir", str(tmp_path / "adapters")]
@@ -291,7 +293,9 @@ def test_a_restarted_server_resumes_a_job_to_the_same_weights(
         interrupted = client.fine_tuning.jobs.create(training_file=talks, **settings)
         wait_for(client, interrupted.id, lambda _: len(steps_of(client, interrupted.id)) > 7)
         trainer = trainer_of(interrupted.id)
+        assert "kt_runtime.cli.main" in trainer.cmdline()
     assert not trainer.is_running()
+    monkeypatch.delenv(forked_server.NEW_TRAINERS)
     with (
         server(str(tmp_path / "model"), arguments, tmp_path / "second.log", api_key=key) as api,
         connected(api, key) as client,

@@ -55,7 +55,7 @@ class Answered:
 
 @dataclass
 class Streams:
-    """`number` clients that stream answers to one question after the other until stopped.
+    """`number` clients that stream answers to one question after the other, from `begin` until the block's end.
 
     `adapter` may be set while the clients run; every other client then uses it. `_lock` guards the counters and lists.
     """
@@ -77,14 +77,17 @@ class Streams:
         self._threads = [threading.Thread(target=self._ask, args=(index,), daemon=True) for index in range(self.number)]
 
     def __enter__(self) -> Streams:
+        return self
+
+    def begin(self) -> None:
         for thread in self._threads:
             thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(REQUEST_SECONDS)
+            if thread.ident is not None:
+                thread.join(REQUEST_SECONDS)
 
     def _ask(self, index: int) -> None:
         count = index
@@ -117,7 +120,7 @@ class Streams:
 
 
 class FirstToken:
-    """Retries requests to an adapter until it answers; `at`: the Unix time of the adapter's first token."""
+    """Retries requests to an adapter, from `begin` until it answers. `at`: the Unix time of its first token."""
 
     def __init__(self, url: str, model: str, adapter: str, question: str, pause_s: float = 0.02) -> None:
         self._url, self._model, self._question, self._pause_s = url, f"{model}:{adapter}", question, pause_s
@@ -126,12 +129,15 @@ class FirstToken:
         self._thread = threading.Thread(target=self._probe, daemon=True)
 
     def __enter__(self) -> FirstToken:
-        self._thread.start()
         return self
+
+    def begin(self) -> None:
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(REQUEST_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(REQUEST_SECONDS)
 
     def wait(self, seconds: float) -> None:
         self._thread.join(seconds)

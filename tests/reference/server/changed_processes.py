@@ -30,7 +30,7 @@ NO_MEMORY_ROOM_BYTES = 4 << 20  # Python takes a MiB at a time for its small obj
 
 COUNTED_MEMORY = "COUNTED_MEMORY"
 COUNTED = ("scheduler", "frontend")
-LEAK, LEAK_BYTES = "LEAK", 16384
+LEAK, LEAK_BYTES = "LEAK", 65536
 
 
 def install() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from system.forked_server import start_command
 
 from kt_runtime.bench.page.measurement import Measurement
 from kt_runtime.experts import available_isas
@@ -132,27 +133,32 @@ def test_a_forced_instruction_set_is_the_one_that_runs(bench_output: BenchOutput
     assert row["isa"] == isa and made["machine"]["isa"] == isa
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ["--shape", TINY, "--threads", "1", "--no-torch", "--runs", "100000", "--seconds", "1000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kt_runtime.cli.main", "bench", "experts", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+def in_new_interpreter(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kt_runtime.cli.main", *arguments],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert process.stderr is not None
-    for line in process.stderr:
+
+
+@pytest.mark.parametrize(("number", "start"), [(signal.SIGINT, in_new_interpreter), (signal.SIGTERM, start_command)])
+def test_an_interrupted_run_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, start: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--shape", TINY, "--threads", "1", "--no-torch", "--runs", "100000", "--seconds", "1000"]
+    process = start(["bench", "experts", *arguments], TMPDIR=str(tmp_path))
+    for line in process.stdout:
         if "loading" in line:
             break
     assert list(tmp_path.iterdir())
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
     assert not list(tmp_path.iterdir())
 
 

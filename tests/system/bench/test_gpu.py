@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 from system.bench.conftest import measure_limits_briefly
+from system.forked_server import ForkedScript
 
+from kt_runtime.bench.experts.kt_kernel import plain_environment
 from kt_runtime.bench.gpu import run as gpu_run
 from kt_runtime.bench.gpu import servers
 from kt_runtime.bench.gpu.limits import GpuLimits, Sizes, measure_gpu_limits
@@ -21,6 +23,7 @@ from kt_runtime.bench.gpu.models import shape
 from kt_runtime.bench.gpu.plan import Plan
 from kt_runtime.bench.gpu.settings import Setting, kt_settings
 from kt_runtime.bench.page.measurement import Measurement
+from kt_runtime.bench.serve.peers import HUGGING_FACE, SCRIPT, ScriptPeer
 from kt_runtime.bench.serve.work import ModelWork
 from kt_runtime.device import DeviceFacts, DeviceMemory
 
@@ -39,6 +42,12 @@ PLAN = Plan(
 )
 
 
+def forked_peer(peer: ScriptPeer, question: Path, log: IO[bytes]) -> ForkedScript:
+    """test_serve.py starts it in a new interpreter, as users have it."""
+    assert peer.engine == HUGGING_FACE
+    return ForkedScript(SCRIPT, str(question), plain_environment(), log)
+
+
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     def without_gpu(work: ModelWork, counts: Sequence[int]) -> list[Setting]:
@@ -52,6 +61,7 @@ def report() -> dict[str, Any]:
     free = iter(range(1000, 0, -10))
     with pytest.MonkeyPatch.context() as patch:
         measure_limits_briefly(patch)
+        patch.setattr(ScriptPeer, "_start", forked_peer)
         patch.setattr(gpu_run, "kt_settings", without_gpu)
         patch.setattr(gpu_run, "measure_gpu_limits", limits)
         patch.setattr(gpu_run, "_current", lambda _: DeviceFacts("a CPU", 0, 100, 200, ""))

@@ -16,6 +16,8 @@ LONGEST_GAP_SECONDS = 2.0
 QUIET_SECONDS = 5.0
 # Another program of the machine may hold a stream up for longer than while it was quiet: so much longer is allowed.
 QUIET_TIMES = 5.0
+# Between two answers of a stream and two rounds of training, unless strict: the server has this time for the inputs.
+STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.25, 2.0
 
 
 @dataclass
@@ -52,7 +54,8 @@ class Attended:
 
 @contextlib.contextmanager
 def attended(place: Path, strict: bool) -> Iterator[Attended]:
-    with room(place) as made, made.streaming() as streams, made.training() as run:
+    stream_s, training_s = (0.0, 0.0) if strict else (STREAM_REST_SECONDS, TRAINING_REST_SECONDS)
+    with room(place) as made, made.streaming(stream_s) as streams, made.training(training_s) as run:
         watch = made.watch()
         begun = time.monotonic()
         while time.monotonic() < begun + QUIET_SECONDS or not run.num_rounds or not all(s.num_answers for s in streams):

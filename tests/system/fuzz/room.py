@@ -53,10 +53,13 @@ def _stream_body(adapter: str | None, prompt: list[int], stream: bool) -> dict[s
 
 
 class Stream(threading.Thread):
-    """Asks the same, greedily, over and over. `expected`: the tokens of the quiet server."""
+    """Asks the same, greedily, over and over. `expected`: the tokens of the quiet server. `rest_s`: between answers."""
 
-    def __init__(self, url: str, adapter: str | None, prompt: list[int], expected: list[int]) -> None:
+    def __init__(
+        self, url: str, adapter: str | None, prompt: list[int], expected: list[int], rest_s: float = 0.0
+    ) -> None:
         super().__init__()
+        self._rest_s = rest_s
         self._url, self._body, self.expected = url, _stream_body(adapter, prompt, stream=True), expected
         self.gaps: list[Gap] = []
         self.faults: list[str] = []
@@ -101,6 +104,7 @@ class Stream(threading.Thread):
                     self._last = None
                     continue
                 self.num_answers += 1
+                self._finish.wait(self._rest_s)
                 if tokens != self.expected:
                     self.faults.append(f"other tokens than on a quiet server: {tokens} for {self.expected}")
         self._rests.set()
@@ -128,9 +132,9 @@ class Stream(threading.Thread):
 class TrainingRun(threading.Thread):
     """Rounds of a few steps from one saved state: each round has the first one's losses and publishes its version."""
 
-    def __init__(self, client: ResidentClient, begin: str) -> None:
+    def __init__(self, client: ResidentClient, begin: str, rest_s: float = 0.0) -> None:
         super().__init__()
-        self._client, self._begin = client, begin
+        self._client, self._begin, self._rest_s = client, begin, rest_s
         self.faults: list[str] = []
         self.num_rounds = 0
         self.expected = self._round()
@@ -147,6 +151,7 @@ class TrainingRun(threading.Thread):
                 self.faults.append(f"{type(error).__name__}: {error}"[:500])
                 continue
             self.num_rounds += 1
+            self._finish.wait(self._rest_s)
             if found != self.expected:
                 self.faults.append(f"other losses or weights than on a quiet server: {found} for {self.expected}")
 
@@ -245,10 +250,10 @@ class Room:
         return watch
 
     @contextlib.contextmanager
-    def streaming(self) -> Iterator[list[Stream]]:
+    def streaming(self, rest_s: float) -> Iterator[list[Stream]]:
         """Four streams and the training run, until the block ends. They have begun when it begins."""
         streams = [
-            Stream(self.api.url, adapter, prompt, expected)
+            Stream(self.api.url, adapter, prompt, expected, rest_s)
             for (adapter, prompt), expected in zip(STREAMS, self.expected, strict=True)
         ]
         for stream in streams:
@@ -262,9 +267,9 @@ class Room:
                 stream.join()
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[TrainingRun]:
+    def training(self, rest_s: float) -> Iterator[TrainingRun]:
         with resident_client(self.api, timeout_s=120.0) as client:  # a client belongs to one thread
-            run = TrainingRun(client, str(self.place / "begin"))
+            run = TrainingRun(client, str(self.place / "begin"), rest_s)
             run.start()
             try:
                 yield run

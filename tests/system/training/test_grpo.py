@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from reference.server.command_line import run_command
 from reference.server.streams import reading_streams
 from system.conftest import random_prompt
+from system.forked_server import start_command
 
 from kt_runtime.cli.main import main
 
@@ -126,12 +124,12 @@ def test_a_seed_samples_the_same_answer_alone_and_beside_others(float32_server: 
 
 
 def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_same_rewards(
-    recipe: Path, float32_server: Any, tmp_path: Path
+    recipe: Path, float32_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["max_steps=8", "steps_per_rollout=4", "save_steps=1", "async_rollouts=true"]
     assert main(arguments(recipe, float32_server, *keys, f"output_dir={tmp_path / 'whole'}")) == 0
-    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments(recipe, float32_server, *keys)]
-    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    killed = start_command(arguments(recipe, float32_server, *keys))
     assert killed.stdout is not None
     for line in killed.stdout:
         if line.startswith("step 6/8"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch
 from reference import lora
 from reference.place import Place
 from reference.server.command_line import run_command
-from system.forked_server import ForkedCommand, start_command
+from system.forked_server import ForkedCommand, processes, start_command
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import read_adapter
@@ -314,20 +312,15 @@ def test_without_a_server_one_is_started_and_ended(model: Path, tmp_path: Path) 
     arguments = ["train", "--recipe", str(RECIPES / "sft-resume.yaml"), f"model_name_or_path={model}"]
     placed = f"kt_optimize_rule={tmp_path / 'rules.yaml'}"
     arguments += [f"output_dir={tmp_path / 'out'}", "max_steps=500", placed]
-    trainer = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"KT_RUNTIME_URL": "http://127.0.0.1:9"},
-    )
+    before = processes()
+    trainer = start_command(arguments, KT_RUNTIME_URL="http://127.0.0.1:9")
     begun = "".join(read_until(trainer, "step 2/500"))
     assert f"its placement is that of {tmp_path / 'rules.yaml'}" in begun and "asks for int8" not in begun
-    processes = psutil.Process(trainer.pid).children(recursive=True)
-    assert len(processes) >= 2
+    servers = {process for process in processes() - before if process.pid != trainer.pid}
+    assert len(servers) >= 3
     trainer.send_signal(signal.SIGINT)
     said, _ = trainer.communicate(timeout=RUN_SECONDS)
     assert trainer.returncode == 130, said
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() is False and "resume with:" in said
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(servers, timeout=30)
     assert alive == []
