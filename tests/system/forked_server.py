@@ -116,9 +116,9 @@ class ForkedTrainer(Forked):
     """In place of `finetuning.trainer._start`, in a server. `arguments`: -P -m MODULE, then those of `kt-runtime`."""
 
     def __init__(self, arguments: list[str], place: Path, environment: Mapping[str, str], output: int) -> None:
-        server = os.getpid()
+        within = os.environ.get(network.VARIABLE), os.getpid()
         with Connection(os.dup(output), readable=False) as writing:
-            super().__init__(_train, arguments[3:], dict(environment), writing, str(place), server)
+            super().__init__(_train, arguments[3:], dict(environment), writing, str(place), *within)
 
 
 class ForkedCommand(Forked):
@@ -243,9 +243,19 @@ def _script(script: str, argument: str, environment: dict[str, str], output: Con
     runpy.run_path(script, run_name="__main__")
 
 
-def _train(arguments: list[str], environment: dict[str, str], output: Connection, place: str, server: int) -> None:
+def _train(
+    arguments: list[str],
+    environment: dict[str, str],
+    output: Connection,
+    place: str,
+    namespace: str | None,
+    server: int,
+) -> None:
+    """`namespace`: the server's, in which the trainer reaches it."""
     threading.Thread(target=_end_with, args=(os.pidfd_open(server),), daemon=True).start()
     os.chdir(place)
+    if namespace:
+        network.enter(namespace)
     _run(arguments, environment, output)
 
 
