@@ -25,7 +25,7 @@ TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
 STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
 QUIET_SECONDS = 1.5
-"""Before anything is published, and again at the end."""
+"""Before anything is published, and again at the end: at most as long as the control."""
 CONTROL_ROUNDS = 10
 LEAST_GAPS = 4
 """Of a stream, before anything is published."""
@@ -181,11 +181,10 @@ class SwapBench:
             found.quiet += self._quiet(streams, count)
         self.failures += streams.failures
 
-    @staticmethod
-    def _quiet(streams: Streams, count: int) -> list[float]:
+    def _quiet(self, streams: Streams, count: int) -> list[float]:
         """Their gaps while nothing else is done."""
         began = now()
-        time.sleep(QUIET_SECONDS)
+        time.sleep(min(QUIET_SECONDS, self._plan.control_seconds))
         return streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
 
     def _publish_file(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from kt_runtime.bench.page.measurement import Measurement
 BenchOutput = Callable[..., tuple[str, str]]
 Recorded = Callable[[dict[str, Any]], Measurement]
 SIZES = ("--size", "40KB", "--size", "1MB", "--rank", "4", "--rounds", "1", "--cycles", "3")
-STREAMS = ("--streams", "2", "--many-streams", "4", "--swaps", "2", "--control-seconds", "1")
+STREAMS = ("--streams", "2", "--many-streams", "4", "--swaps", "2", "--control-seconds", "0.3")
 
 
 def test_sessions_files_and_cycles_are_measured_and_no_stream_fails(
