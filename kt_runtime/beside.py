@@ -87,7 +87,7 @@ class Batches:
 
     def give(self) -> None:
         """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, for the time
-        that is given."""
+        that is given. Not after a first prompt: then after the batch that follows it."""
         seconds, self._seconds = self._seconds, 0.0
         if not seconds or not (self._has_paused or self._hurrying):
             return

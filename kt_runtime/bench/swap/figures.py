@@ -60,7 +60,7 @@ def row_of(swap: Swap) -> dict[str, Any]:
 def result_of(rows: Sequence[dict[str, Any]], rss_bytes: Sequence[int], streams_failed: int) -> dict[str, Any]:
     """`rss_bytes`: of the engine's process after each cycle. `longest_stall_ms`, `decode_step_ms`: of the row whose
     stall is the furthest above, or the least below, its bar, a decode step and `ALLOWED_MS`. `median_stall_ms`: of the
-    row whose median is. The control is none of them."""
+    row whose median is. The control's row is left out."""
     published = [row for row in rows if row["what"] != CONTROL]
     worst = max(published, key=lambda row: float(row["stall_ms"] - row["decode_step_ms"]))
     usual = max(published, key=lambda row: float(row["median_stall_ms"] - row["decode_step_ms"]))
