@@ -8,13 +8,17 @@ import os
 import pty
 import select
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from reference import lora
@@ -235,7 +239,10 @@ def test_an_error_of_the_server_is_one_line(workplace: Place) -> None:
 
 
 def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(workplace: Place) -> None:
-    with _terminal("chat", "--temperature", "0", "--url", workplace.api.url) as terminal:
+    with (
+        _held_answers(workplace.api.url, num_events=20) as url,
+        _terminal("chat", "--temperature", "0", "--url", url) as terminal,
+    ):
         terminal.expect("Ctrl-D ends")
         terminal.send("/system Be kind.")
         terminal.expect("the system prompt is set")
@@ -243,7 +250,7 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(workplac
         terminal.expect("error: ")
         terminal.send(QUESTIONS[0])
         terminal.expect(QUESTIONS[0])
-        terminal.expect_more(40)
+        terminal.expect_more(10)
         terminal.process.send_signal(signal.SIGINT)
         terminal.expect("(stopped)")
         terminal.send("/help")
@@ -251,6 +258,38 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(workplac
         terminal.expect("> ")  # before readline has the terminal, the kernel would take Ctrl-D for a key of no meaning
         os.write(terminal.descriptor, b"\x04")
         assert terminal.process.wait(30) == 0
+
+
+@contextlib.contextmanager
+def _held_answers(url: str, num_events: int) -> Iterator[str]:
+    """The URL of a relay to the server at `url`. Of a streamed answer it passes on the first `num_events` events and no
+    end: such an answer is still going on when its reader stops it, however late that is.
+    """
+    target = (str(urlsplit(url).hostname), urlsplit(url).port)
+
+    class Relay(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(target) as server:
+                asking = threading.Thread(target=self.pass_questions, args=(server,))
+                asking.start()
+                answered = b""
+                # Few bytes at a time: the end of an answer does not come with its first events.
+                while answered.count(b"data: ") < num_events and (passed := server.recv(64)):
+                    self.request.sendall(passed)
+                    answered += passed
+                asking.join()
+
+        def pass_questions(self, server: socket.socket) -> None:
+            while asked := self.request.recv(65536):
+                server.sendall(asked)
+            server.shutdown(socket.SHUT_RDWR)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Relay) as relay:
+        relaying = threading.Thread(target=relay.serve_forever)
+        relaying.start()
+        yield f"http://127.0.0.1:{relay.server_address[1]}"
+        relay.shutdown()
+        relaying.join()
 
 
 @dataclass
