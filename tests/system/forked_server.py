@@ -30,7 +30,7 @@ import setproctitle
 from reference.cache import faulty_disk
 from reference.on_device import lost_device
 from reference.ranks import network
-from reference.server import changed_processes, hung_processes
+from reference.server import changed_processes, hung_processes, signalled
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -272,6 +272,7 @@ def _run(arguments: list[str], environment: dict[str, str], output: Connection) 
     output.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
     _become(arguments, environment)
+    signalled.install()
     sys.exit(main())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.server import signalled
 from reference.server.command_line import run_command
 from reference.server.streams import reading_streams
 from system.conftest import random_prompt
@@ -129,13 +130,9 @@ def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_sam
     keys = ["max_steps=8", "steps_per_rollout=4", "save_steps=1", "async_rollouts=true"]
     assert main(arguments(recipe, float32_server, *keys, f"output_dir={tmp_path / 'whole'}")) == 0
     monkeypatch.chdir(tmp_path)
-    killed = start_command(arguments(recipe, float32_server, *keys))
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        if line.startswith("step 6/8"):
-            break
-    killed.send_signal(signal.SIGKILL)
+    killed = start_command(arguments(recipe, float32_server, *keys), **signalled.after("step 6/8", signal.SIGKILL))
     killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
     again = run_command(*arguments(recipe, float32_server, *keys), directory=tmp_path)
     assert again.returncode == 0 and "resumed" in again.stdout, again.stdout + again.stderr
     assert history(tmp_path / "out") == history(tmp_path / "whole")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from reference import lora
 from reference.place import Place
+from reference.server import signalled
 from reference.server.command_line import run_command
 from system.forked_server import ForkedCommand, processes, start_command
 from transformers import AutoModelForCausalLM
@@ -145,9 +146,9 @@ def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
 ) -> None:
     settings = ["max_steps=9", "save_steps=3", "logging_steps=1", "save_total_limit=2", "eval_strategy=no"]
     assert main([*command(name, *settings), f"output_dir={tmp_path / 'whole'}"]) == 0
-    killed = start_command(command(name, *settings))
+    killed = start_command(command(name, *settings), **signalled.after("step 5/9", signal.SIGKILL))
     read_until(killed, "step 5/9")
-    killed.send_signal(signal.SIGKILL)
+    killed.send_signal(signal.SIGKILL)  # on a GPU's server: there it is no fork
     killed.wait()
     again = run_command(*command(name, *settings), directory=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
