@@ -44,6 +44,7 @@ WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 """While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
 HURRY_SECONDS = 0.5
 """A thread that hurries takes no longer, or waits for something else than a processor."""
+LATELY_SECONDS = 1.0
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether the thread that hurries has ended."""
 
@@ -64,6 +65,7 @@ class Batches:
         self._clock, self._used, self._sleep = clock, used, sleep
         self._changed = threading.Condition()
         self._number, self._seconds = 0, 0.0  # of the latest batch; 0 after `give`
+        self._ended = float("-inf")  # when the latest batch did
         self._began: float | None = None  # None: no batch is computed
         self._is_prompt, self._puts_off = False, False  # the latest batch; whether its `give` was put off
         self._has_paused = False
@@ -79,11 +81,15 @@ class Batches:
         try:
             yield
         finally:
-            self._began, ended = None, self._clock()
-            self._seconds = ended - began
+            self._began, self._ended = None, self._clock()
+            self._seconds = self._ended - began
             if self._has_paused:
                 with self._changed:
                     self._changed.notify_all()
+
+    def are_computed(self) -> bool:
+        """Whether requests are served: a batch is computed, or was less than `LATELY_SECONDS` ago."""
+        return self._began is not None or self._clock() - self._ended < LATELY_SECONDS
 
     def give(self) -> None:
         """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, for the time

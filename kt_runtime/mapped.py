@@ -40,13 +40,15 @@ def give_pages_back(memory: mmap.mmap, begin: int = 0, end: int | None = None) -
     """Of the whole pages among the bytes from `begin` to `end`; their contents are zeros from then on."""
     first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
     last = len(memory) if end is None else end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first >= last:
-        return
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for piece in range(first, last, PIECE_BYTES):
         pause()
-        size = min(PIECE_BYTES, last - piece)
-        _madvise()(ctypes.c_void_p(start + piece), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+        give_piece_back(memory, piece, min(piece + PIECE_BYTES, last))
+
+
+def give_piece_back(memory: mmap.mmap, begin: int, end: int) -> None:
+    """As `give_pages_back`, at once. `begin` is at a page."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _madvise()(ctypes.c_void_p(start + begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def free_elsewhere(*objects: Any) -> None:

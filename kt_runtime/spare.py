@@ -1,24 +1,37 @@
-"""Freed memory of adapters, kept for the next adapter of the same size.
+"""Freed memory of adapters: kept for the next adapter of the same size, or given back slowly.
 
 The kernel clears each page at its first use. That takes longer than copying an adapter into it, and twice as long
 beside busy processors; a session that publishes again and again needs as much memory each time. Huge pages are no help:
 where memory is fragmented, the kernel takes a second to find them.
+
+A virtual machine whose system reports free pages to the host (virtio-balloon's free page reporting) stops all of its
+processors while the host takes them: 20 to 35 ms for each 128 MiB, every two seconds. So while requests are served and
+memory is plenty, memory is given back at `GIVEN_BACK_BYTES_PER_S`. What is not given back yet is used for the next
+adapter of the same size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import queue
 import threading
+import time
+from functools import cache
 
 import numpy as np
+import psutil
 
-from kt_runtime.mapped import array_of, free_elsewhere, mapped
+from kt_runtime.beside import BATCHES, PIECE_BYTES, give_way, pause
+from kt_runtime.mapped import array_of, give_piece_back, mapped
 
 MOST_BYTES = 512 << 20
 """Kept in all, between `keep` and `free`."""
 LEAST_SMALL_BYTES, SMALL_BYTES, MOST_SMALL_BYTES = 1 << 20, 16 << 20, 64 << 20
 """Small memory is kept always, so much in all."""
+GIVEN_BACK_BYTES_PER_S = 32 << 20
+PLENTY = 0.25
+"""Of the machine's memory: while less is available, memory is given back as fast as it goes."""
 
 _KEPT: list[mmap.mmap] = []
 _KEEPS_LARGE = threading.Event()
@@ -26,7 +39,8 @@ _KEEPS_LARGE = threading.Event()
 
 def array(num_bytes: int) -> np.ndarray:
     """uint8 [bytes], at least one, with arbitrary contents. The memory is free after the array and all of its views."""
-    return array_of(_kept(num_bytes) or mapped(num_bytes), _ended)
+    _to_leave()  # the thread starts here: `_ended` may be called at any moment
+    return array_of(_kept(num_bytes) or _taken(num_bytes) or mapped(num_bytes), _ended)
 
 
 def keep() -> None:
@@ -39,11 +53,16 @@ def free() -> None:
     _KEEPS_LARGE.clear()
     with contextlib.suppress(IndexError):
         while True:
-            free_elsewhere(_KEPT.pop())
+            _leave(_KEPT.pop())
 
 
 def kept_bytes() -> int:
     return sum(map(len, list(_KEPT)))
+
+
+def leaving_bytes() -> int:
+    """Memory that is going to be given back, at once when memory gets short."""
+    return sum(each.left_bytes for each in list(_LEAVING))
 
 
 def _kept(num_bytes: int) -> mmap.mmap | None:
@@ -59,9 +78,74 @@ def _ended(memory: mmap.mmap) -> None:
     """On any thread, at any moment: nothing here takes a lock. The oldest make room."""
     keeps_large = _KEEPS_LARGE.is_set()
     if not keeps_large and not LEAST_SMALL_BYTES <= len(memory) <= SMALL_BYTES:
-        free_elsewhere(memory)
+        _leave(memory)
         return
     _KEPT.append(memory)
     with contextlib.suppress(IndexError):
         while kept_bytes() > (MOST_BYTES if keeps_large else MOST_SMALL_BYTES):
-            free_elsewhere(_KEPT.pop(0))
+            _leave(_KEPT.pop(0))
+
+
+class _Leaving:
+    """Memory that is given back in pieces, and may be taken before all of it is."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory, self.left_bytes = memory, len(memory)
+        self._lock, self._is_taken = threading.Lock(), False
+
+    def take(self) -> bool:
+        """False: somebody else has it. Its contents are arbitrary."""
+        with self._lock:
+            was_taken, self._is_taken, self.left_bytes = self._is_taken, True, 0
+            return not was_taken
+
+    def give_back(self) -> None:
+        size = len(self.memory)
+        for begin in range(0, size, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, size)
+            pause()
+            with self._lock:
+                if self._is_taken:
+                    return
+                give_piece_back(self.memory, begin, end)
+                self.left_bytes = size - end
+            _wait(end - begin)
+        self.take()  # an empty mapping is of no use
+
+
+_LEAVING: list[_Leaving] = []
+
+
+def _taken(num_bytes: int) -> mmap.mmap | None:
+    return next((each.memory for each in list(_LEAVING) if len(each.memory) == num_bytes and each.take()), None)
+
+
+def _leave(memory: mmap.mmap) -> None:
+    """On any thread, at any moment."""
+    leaving = _Leaving(memory)
+    _LEAVING.append(leaving)
+    _to_leave().put(leaving)
+
+
+@cache
+def _to_leave() -> queue.SimpleQueue[_Leaving]:
+    waiting: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()  # its `put` may interrupt another one
+
+    def leave() -> None:
+        give_way()
+        while True:
+            each = waiting.get()
+            each.give_back()
+            _LEAVING.remove(each)
+            del each
+
+    threading.Thread(target=leave, name="kt-leave", daemon=True).start()
+    return waiting
+
+
+def _wait(num_bytes: int) -> None:
+    """After so many were given back, for the pace."""
+    if BATCHES.are_computed():
+        memory = psutil.virtual_memory()
+        if memory.available >= PLENTY * memory.total:
+            time.sleep(num_bytes / GIVEN_BACK_BYTES_PER_S)

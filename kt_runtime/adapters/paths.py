@@ -17,8 +17,11 @@ from pathlib import Path
 
 from kt_runtime import spare
 from kt_runtime.beside import PIECE_BYTES, pause
+from kt_runtime.direct_file import BLOCK_BYTES, DirectFile
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
-from kt_runtime.files import UNCACHED_BYTES, uncache
+
+DIRECT_BYTES = 32 << 20
+"""Files from here on are read past the system's page cache."""
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -112,15 +115,19 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 
 
 def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
-    data, done = spare.array(max(size, 1)).data[:size], 0
-    while done < size:
-        pause()
-        count = os.readv(descriptor, [data[done : done + PIECE_BYTES]])
-        if not count:
-            raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
-        if size >= UNCACHED_BYTES:
-            uncache(descriptor, done, done + count)
-        done += count
-    if os.read(descriptor, 1):
+    """A large file is read past the system's page cache, where it is not in it: it is read once, and pages of gigabytes
+    would push out what is used."""
+    blocks = spare.array(-(-max(size, 1) // BLOCK_BYTES) * BLOCK_BYTES).data
+    data, done = blocks[:size], 0
+    with contextlib.closing(DirectFile(descriptor)) as direct:
+        while done < size:
+            pause()
+            piece = slice(done, done + PIECE_BYTES)
+            count = direct.read_into([blocks[piece]], done) if size >= DIRECT_BYTES else 0
+            count = count or os.preadv(descriptor, [data[piece]], done)
+            if not count:
+                raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
+            done += count
+    if done > size or os.pread(descriptor, 1, size):
         raise AdapterError(f"{where}: became longer while it was read (more than {size} bytes)")
     return data

@@ -6,6 +6,7 @@ import ctypes
 
 import psutil
 
+from kt_runtime import spare
 from kt_runtime.errors import ConflictError
 
 # mallopt(3). Larger thresholds for mmap are refused: 32 MiB is glibc's HEAP_MAX_SIZE / 2 on 64-bit machines.
@@ -28,8 +29,11 @@ def available_bytes() -> int:
 
 
 def check_available(needed: int, what: str, hint: str = "") -> None:
-    """Raises ConflictError, whose message begins with `what`, unless `needed` bytes are available."""
-    available = available_bytes()
+    """Raises ConflictError, whose message begins with `what`, unless `needed` bytes are available.
+
+    Memory that adapters had counts, too: it is given back slowly only while memory is plenty.
+    """
+    available = available_bytes() + spare.leaving_bytes()
     if needed > available:
         raise ConflictError(f"{what} needs {needed} bytes of memory, {available} are available{hint}")
 

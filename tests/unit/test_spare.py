@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from kt_runtime import spare
-from kt_runtime.spare import LEAST_SMALL_BYTES, SMALL_BYTES, array, kept_bytes
+from kt_runtime.beside import BATCHES, PIECE_BYTES
+from kt_runtime.spare import GIVEN_BACK_BYTES_PER_S, LEAST_SMALL_BYTES, SMALL_BYTES, array, kept_bytes, leaving_bytes
 
 LARGE_BYTES = SMALL_BYTES + 1
 
@@ -63,3 +67,80 @@ def test_the_oldest_make_room_beyond_the_bound(monkeypatch: pytest.MonkeyPatch, 
     while arrays:
         del arrays[0]
     assert kept_bytes() == 2 * SMALL_BYTES - 3
+
+
+class Pace:
+    """What the thread that gives memory back sleeps, in seconds: it goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.slept = queue.SimpleQueue[float]()
+        self.may_go_on = threading.Semaphore(0)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.put(seconds)
+        self.may_go_on.acquire()
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
+    """While requests are served."""
+    wait_until(lambda: not spare._LEAVING)
+    pace = Pace()
+    monkeypatch.setattr(spare, "time", SimpleNamespace(sleep=pace.sleep))
+    monkeypatch.setattr(BATCHES, "are_computed", lambda: True)
+    yield pace
+    monkeypatch.setattr(BATCHES, "are_computed", lambda: False)
+    pace.may_go_on.release(1000)
+    wait_until(lambda: not spare._LEAVING)
+
+
+def memory_is(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    memory = SimpleNamespace(total=100, available=available)
+    monkeypatch.setattr(spare, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ticks = threading.Event()
+    for _ in range(60_000):
+        if condition():
+            return
+        ticks.wait(0.001)
+    raise AssertionError("it did not become true within a minute")
+
+
+def test_while_requests_are_served_memory_is_given_back_slowly(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_is(monkeypatch, 25)
+    array(2 * PIECE_BYTES + SMALL_BYTES)[:] = 1
+    pieces = 2 + SMALL_BYTES // PIECE_BYTES
+    for number in range(1, pieces + 1):
+        assert pace.slept.get(timeout=60) == PIECE_BYTES / GIVEN_BACK_BYTES_PER_S
+        assert leaving_bytes() == (pieces - number) * PIECE_BYTES
+        pace.may_go_on.release()
+
+
+@pytest.mark.parametrize("why", ["nothing is served", "memory is short"])
+def test_otherwise_it_is_given_back_at_once(pace: Pace, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    memory_is(monkeypatch, 24 if why == "memory is short" else 100)
+    if why == "nothing is served":
+        monkeypatch.setattr(BATCHES, "are_computed", lambda: False)
+    array(LARGE_BYTES)[:] = 1
+    wait_until(lambda: leaving_bytes() == 0)
+    assert pace.slept.empty()
+
+
+def test_what_is_not_given_back_yet_is_used_again(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is given back from then on."""
+    memory_is(monkeypatch, 100)
+    size = SMALL_BYTES + PIECE_BYTES
+    first = array(size)
+    first[:], place = 7, first.ctypes.data
+    del first
+    pace.slept.get(timeout=60)
+    of_another_size, second = array(size + 1), array(size)
+    assert of_another_size.ctypes.data != place and second.ctypes.data == place and leaving_bytes() == 0
+    assert not second[:PIECE_BYTES].any() and (second[PIECE_BYTES:] == 7).all()
+    second[:] = 8
+    assert array(size).ctypes.data != place
+    pace.may_go_on.release(2)
+    pace.slept.get(timeout=60)  # of the memory that nobody uses
+    assert (second == 8).all()

@@ -26,7 +26,8 @@ class Swap:
     """One case: `quiet`, `during`: gaps in milliseconds between the tokens of `streams` streams; `during` those of each
     round. `publish_ms`: from the request to the moved name. `first_token_ms`: from the request (of a session: from the
     end of the optimizer step) to the first token of the new version. `unload_ms`: of the request that unloads the
-    name."""
+    name. `stolen_ms`: in which the machine's host let none of its processors run, the mean of the processors; None
+    where the system does not say it."""
 
     what: str
     size: str | None
@@ -39,6 +40,7 @@ class Swap:
     publish_ms: list[float] = field(default_factory=list)
     first_token_ms: list[float] = field(default_factory=list)
     unload_ms: list[float] = field(default_factory=list)
+    stolen_ms: float | None = None
 
 
 def row_of(swap: Swap) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def row_of(swap: Swap) -> dict[str, Any]:
         "stall_ms": max(0.0, max(longest) - step),
         "median_stall_ms": max(0.0, median(longest) - step),
         "quiet_stall_ms": max(0.0, max(swap.quiet) - step),
+        "stolen_ms": swap.stolen_ms,
     }
 
 

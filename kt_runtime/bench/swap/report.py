@@ -15,7 +15,7 @@ NARROW = 110  # columns, if the output is no terminal
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
     facts = result["swap"]
-    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "quiet")
+    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "quiet", "stolen")
     table = Table(
         "adapter",
         *(Column(heading, justify="right") for heading in headings),
@@ -27,7 +27,7 @@ def print_report(result: dict[str, Any]) -> None:
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",
-            *("" if row[key] is None else f"{row[key]:.0f}" for key in (*keys, "quiet_stall_ms")),
+            *("" if row[key] is None else f"{row[key]:.0f}" for key in (*keys, "quiet_stall_ms", "stolen_ms")),
         )
     console.print(table)
     growth = result["rss_growth_bytes"]

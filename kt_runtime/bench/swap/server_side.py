@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from kt_runtime.bench.swap.figures import CONTROL, Swap, row_of
 from kt_runtime.bench.swap.files import write_adapter
@@ -31,6 +32,12 @@ LEAST_GAPS = 4
 """Of a stream, before anything is published."""
 SETTLE_SECONDS = 0.5
 """Between two rounds: the first version's directory is written meanwhile."""
+
+
+def stolen_ms() -> float | None:
+    """Since the machine started, by its host: the mean of the processors (proc_stat(5), steal). None: not said."""
+    stolen = getattr(psutil.cpu_times(), "steal", None)
+    return None if stolen is None else 1e3 * stolen / psutil.cpu_count()
 
 
 class _Measured:
@@ -171,12 +178,13 @@ class SwapBench:
         count, too. The streams are quiet before the block and after it."""
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
             found.quiet += self._quiet(streams, count)
-            measured = _Measured(streams, count)
+            measured, stolen = _Measured(streams, count), stolen_ms()
             yield measured
             ended = now()
             measured.settle()  # the gaps at the end are over, too
             for times in measured.whole_rounds(ended) if whole else measured.rounds:
                 found.during.append([gap for since, until in times for gap in streams.gaps_ms(since, until)])
+            found.stolen_ms = None if stolen is None else (stolen_ms() or 0.0) - stolen
             time.sleep(SETTLE_SECONDS)
             found.quiet += self._quiet(streams, count)
         self.failures += streams.failures
@@ -211,4 +219,7 @@ class SwapBench:
         name, row = found.size or f"rank {found.rank} on {found.targets}", row_of(found)
         times = ", ".join(f"{each:.0f}" for each in found.publish_ms)
         stalls = f"{row['stall_ms']:.0f} ms, median {row['median_stall_ms']:.0f}, quiet {row['quiet_stall_ms']:.0f}"
-        self._say(f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}")
+        stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
+        self._say(
+            f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}{stolen}"
+        )

@@ -6,11 +6,15 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kt_runtime.adapters import check_adapter_name, confined, open_directory, paths
+from kt_runtime.bench.cache import system_cache
+from kt_runtime.beside import PIECE_BYTES
+from kt_runtime.direct_file import BLOCK_BYTES, DirectFile
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
 
 
@@ -125,29 +129,60 @@ def test_memory_for_a_large_file_is_not_written_before_the_read(
     os.truncate(tmp_path / "file", size_bytes)
     at_reading: list[int] = []
 
-    def readv(descriptor: int, buffers: list[memoryview]) -> int:
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         at_reading.append(resident_bytes())
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "readv", readv)
+    monkeypatch.setattr(os, "preadv", preadv)
     with open_directory(tmp_path) as directory, pytest.raises(OSError, match=os.strerror(errno.EIO)):
         before = resident_bytes()
         directory.read("file", size_bytes)
     assert at_reading[0] - before < size_bytes // 8
 
 
-@pytest.mark.parametrize("is_large", [True, False])
-def test_a_large_file_does_not_stay_in_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
-) -> None:
-    (tmp_path / "file").write_bytes(data := bytes(range(250)) * 40)
-    monkeypatch.setattr(paths, "PIECE_BYTES", 4000)
-    monkeypatch.setattr(paths, "UNCACHED_BYTES", len(data) if is_large else len(data) + 1)
-    given: list[tuple[int, int]] = []
-    monkeypatch.setattr(paths, "uncache", lambda _, first, last: given.append((first, last)))
+@pytest.mark.parametrize("left", [0, 1, BLOCK_BYTES - 1])
+def test_a_large_file_is_read_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """In whole blocks and what is left of them; where the file system can't, as any file."""
+    (tmp_path / "file").write_bytes(data := os.urandom(PIECE_BYTES + BLOCK_BYTES + left))
+    system_cache.drop(tmp_path / "file")
+    read = []
+
+    def read_into(self: DirectFile, views: Sequence[memoryview], offset: int) -> int:
+        read.append(original(self, views, offset))
+        return read[-1]
+
+    original = DirectFile.read_into
+    monkeypatch.setattr(DirectFile, "read_into", read_into)
     with open_directory(tmp_path) as directory:
-        assert directory.read("file", 1 << 20) == data
-    assert given == ([(0, 4000), (4000, 8000), (8000, 10000)] if is_large else [])
+        assert directory.read("file", len(data)) == data
+        assert read == []
+        system_cache.drop(tmp_path / "file")
+        monkeypatch.setattr(paths, "DIRECT_BYTES", len(data))
+        assert directory.read("file", len(data)) == data
+    assert sum(read) in (0, len(data)) and (sum(read) == 0 or system_cache.cached_share(tmp_path / "file") == 0.0)
+
+
+def test_a_large_file_that_others_have_read_stays_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(data := os.urandom(PIECE_BYTES))
+    monkeypatch.setattr(paths, "DIRECT_BYTES", 1)
+    with open_directory(tmp_path) as directory:
+        assert directory.read("file", len(data)) == data
+    assert system_cache.cached_share(tmp_path / "file") in (1.0, None)
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_large_file_that_changes_its_length_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    size = PIECE_BYTES + 5
+    (tmp_path / "file").write_bytes(os.urandom(size))
+    system_cache.drop(tmp_path / "file")
+    monkeypatch.setattr(paths, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(paths, "pause", lambda: os.truncate(tmp_path / "file", size + more))
+    with open_directory(tmp_path) as directory, pytest.raises(AdapterError, match="longer" if more > 0 else "shorter"):
+        directory.read("file", size)
 
 
 def test_replacing_the_directory_after_opening_it_changes_nothing(tmp_path: Path) -> None:

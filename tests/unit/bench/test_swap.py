@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kt_runtime.adapters import read_peft_directory
 from kt_runtime.bench.page.report import measurement_of, parse_report
 from kt_runtime.bench.serve.streams import Stream
+from kt_runtime.bench.swap import server_side
 from kt_runtime.bench.swap.figures import Swap, growth, result_of, row_of
 from kt_runtime.bench.swap.files import write_adapter
 from kt_runtime.bench.swap.plan import Plan, Size, bytes_of, rank_bytes, size_of
@@ -77,6 +79,14 @@ def test_a_stall_is_what_the_longest_gap_exceeds_a_decode_step_by() -> None:
     assert (row["publish_ms"], row["first_token_ms"], row["unload_ms"], row["rounds"]) == (50.0, 60.0, 5.0, 3)
     assert row_of(swap("session", None, [20.0], [19.0]))["stall_ms"] == 0.0
     assert row_of(swap("session", None, [20.0], [19.0]))["unload_ms"] is None
+
+
+def test_stolen_time_is_the_mean_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_side.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(server_side.psutil, "cpu_times", lambda: SimpleNamespace(steal=2.0))
+    assert server_side.stolen_ms() == 500.0
+    monkeypatch.setattr(server_side.psutil, "cpu_times", lambda: SimpleNamespace(user=2.0))
+    assert server_side.stolen_ms() is None
 
 
 def test_the_result_names_the_row_that_is_the_furthest_above_its_bar() -> None:

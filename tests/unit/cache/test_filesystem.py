@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kt_runtime import direct_file
 from kt_runtime.bench.cache import system_cache
-from kt_runtime.cache import filesystem
-from kt_runtime.cache.filesystem import BLOCK_BYTES, DirectFile, DiskFiles, cached_share
+from kt_runtime.cache.filesystem import DiskFiles
+from kt_runtime.direct_file import BLOCK_BYTES, DirectFile, cached_share
 
 SIZE = 1 << 20
 
@@ -49,7 +50,7 @@ def test_nothing_of_the_file_is_left_in_the_system_s_cache(path: Path) -> None:
 
 def test_what_is_in_the_system_s_cache_comes_from_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = path.read_bytes()
-    monkeypatch.setattr(filesystem.os, "preadv", None)  # must not be called
+    monkeypatch.setattr(direct_file.os, "preadv", None)  # must not be called
     with path.open("rb") as file:
         assert cached_share(file.fileno(), 0, SIZE) in (1.0, None)
         direct = DirectFile(file.fileno())
@@ -87,7 +88,7 @@ def test_a_file_system_without_it_is_read_as_usual(path: Path, monkeypatch: pyte
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
 
     opened, memory = DiskFiles().open(path), blocks()
-    monkeypatch.setattr(filesystem.os, "open", refuse)
+    monkeypatch.setattr(direct_file.os, "open", refuse)
     assert opened.read_into([memory], 0) == SIZE
     monkeypatch.undo()
     opened.close()
@@ -99,7 +100,7 @@ def test_an_error_of_the_disk_is_none_of_the_method(path: Path, monkeypatch: pyt
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     opened = DiskFiles().open(path)
-    monkeypatch.setattr(filesystem.os, "preadv", fail)
+    monkeypatch.setattr(direct_file.os, "preadv", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         opened.read_into([blocks()], 0)
     monkeypatch.undo()

@@ -258,7 +258,7 @@ def test_a_disk_error_is_said_with_its_path_and_leaves_everything_as_it_was(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "readv", broken)
+        patch.setattr(os, "preadv", broken)
         for reply in (
             desk.ask(CreateSession, session="b", lora=LORA, start_from=adapter),
             desk.ask(Load, session="a", path=adapter),

@@ -1,0 +1,75 @@
+"""Reads that bypass the system's page cache (O_DIRECT, Linux), of data that is not in it: no memory is taken for pages
+that nobody reads again, and the disk writes into the caller's memory without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+BLOCK_BYTES = 4096  # a multiple of the alignment that disks and file systems require
+_MOST_CACHED = 0.5  # share of the bytes; above it, most of the work is a copy from memory
+_CACHESTAT = 451  # system call, the same number on x86-64 and 64-bit Arm; Linux 6.5
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last: a system without /proc
+_NO_FILES_LEFT = {errno.EMFILE, errno.ENFILE}
+_LIBC = ctypes.CDLL(None)
+
+
+def cached_share(descriptor: int, offset: int, size: int) -> float | None:
+    """The share (0 to 1) of that range of the file in the page cache; None where the system does not report it."""
+    if not hasattr(_LIBC, "syscall"):
+        return None
+    part = (ctypes.c_uint64 * 2)(offset, size)
+    counts = (ctypes.c_uint64 * 5)()  # in memory pages; the first is the number of cached ones
+    if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), part, counts, ctypes.c_uint(0)):
+        return None
+    return int(counts[0]) * mmap.PAGESIZE / size
+
+
+class DirectFile:
+    """Direct reads of a file, for data outside the page cache only, since memory is faster than a disk.
+
+    Offset, lengths and addresses must be multiples of the block size. Without support by the file system nothing is
+    read, and the caller reads as usual.
+
+    Has a second descriptor of an open file, opened on first use. Thread-safe.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._buffered = descriptor
+        self._descriptor: int | None = None
+        self._is_refused = False
+        self._opening = threading.Lock()
+
+    def read_into(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fills the first of `views` and returns the number of bytes read: all, or fewer at the end of the file, or 0
+        if they are in the page cache or O_DIRECT fails."""
+        if self._is_refused:
+            return 0
+        share = cached_share(self._buffered, offset, sum(len(view) for view in views))
+        if share is None or share > _MOST_CACHED:
+            return 0
+        try:
+            return os.preadv(self._open(), views, offset)
+        except OSError as error:
+            if error.errno in _NO_FILES_LEFT:
+                return 0
+            if error.errno in _REFUSALS:
+                self._is_refused = True
+                return 0
+            raise
+
+    def _open(self) -> int:
+        with self._opening:
+            if self._descriptor is None:
+                flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC
+                self._descriptor = os.open(f"/proc/self/fd/{self._buffered}", flags)
+            return self._descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
