@@ -6,7 +6,9 @@ SGLang logs and ignores a hook that can't be applied, but a half-patched server 
 A function that is hooked is also replaced in the modules that have imported it. For that the registry's
 `_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
 time, together some seconds of a server's start. Meanwhile `Bindings`, which reads them once, takes its place. It leaves
-out the modules of libraries that import nothing of SGLang: more than half of all attributes.
+out the modules of libraries that import nothing of SGLang: more than half of all attributes. In modules of SGLang and
+of kt-runtime it looks for functions and classes under a few names: a test compares that with all attributes.
+To read an attribute is to count a reference, and in a fork that costs a copy of the memory that the object lies in.
 """
 
 from __future__ import annotations
@@ -30,9 +32,18 @@ LIBRARIES = frozenset(
         *("fastapi", "fsspec", "huggingface_hub", "mpmath", "numpy", "openai", "pandas", "peft", "prometheus_client"),
         *("pydantic", "pynvml", "requests", "scipy", "sklearn", "starlette", "sympy", "timm", "tokenizers", "torch"),
         *("torchao", "torchaudio", "torchvision", "transformers", "triton", "uvicorn"),
+        *sys.stdlib_module_names,
     )
 )
 """Packages that no function or class of SGLang is imported into."""
+OWN_NAMES = frozenset(("sglang", "kt_runtime"))
+"""Packages whose modules hold functions and classes under their own names or OTHER_NAMES, and no methods."""
+OTHER_NAMES = frozenset(
+    (
+        *("apply_kv_b_lora_q_correction", "apply_kv_b_lora_v_correction"),
+        *("biased_grouped_topk_gpu", "fused_topk_torch_native", "grouped_topk_gpu"),
+    )
+)
 
 
 class Hooks:
@@ -85,7 +96,7 @@ class Hooks:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         propagate = hook_registry._propagate_patch
-        hook_registry._propagate_patch = Bindings(self.targets, propagate).propagate
+        hook_registry._propagate_patch = Bindings(HookRegistry._hooks, propagate).propagate
         try:
             HookRegistry.apply_hooks()
         finally:
@@ -107,8 +118,14 @@ class Bindings:
     def __init__(self, targets: Iterable[str], propagate: Callable[[object, object, object], int]) -> None:
         """`propagate`: SGLang's function, for an object that no target named: a method of a class that was replaced."""
         self._propagate = propagate
-        # By an object's id. The objects are kept, so that no other one gets their ids.
-        self._objects = {id(found): found for target in targets if (found := _hooked(target)) is not None}
+        self._objects: dict[int, object] = {}  # by id; they are kept, so that no other object gets their ids
+        self._names = set(OTHER_NAMES)  # of those that modules hold: a class holds a method
+        for target in targets:
+            owner, found = _hooked(target)
+            if found is not None:
+                self._objects[id(found)] = found
+                if isinstance(owner, ModuleType):
+                    self._names.add(target.rpartition(".")[2])
         self._places: dict[int, list[tuple[ModuleType, str]]] = {each: [] for each in self._objects}
         self._num_attributes: dict[str, int] = {}  # of each module, when it was read
         self._num_modules = 0
@@ -137,28 +154,34 @@ class Bindings:
         if len(sys.modules) == self._num_modules:
             return
         for key, module in list(sys.modules.items()):
-            if key.partition(".")[0] in LIBRARIES or not isinstance(module, ModuleType):
+            package = key.partition(".")[0]
+            if package in LIBRARIES or not isinstance(module, ModuleType):
                 continue
-            if len(vars(module)) == self._num_attributes.get(key):
+            attributes = vars(module)
+            if len(attributes) == self._num_attributes.get(key):
                 continue
-            self._num_attributes[key] = len(vars(module))
-            if self._objects.keys().isdisjoint(map(id, list(vars(module).values()))):  # without a loop in Python
+            self._num_attributes[key] = len(attributes)
+            if package in OWN_NAMES:
+                names = [name for name in self._names if name in attributes]
+            elif self._objects.keys().isdisjoint(map(id, list(attributes.values()))):  # without a loop in Python
                 continue
-            for name, value in list(vars(module).items()):
-                if id(value) in self._objects:
-                    self._places[id(value)].append((module, name))
+            else:
+                names = list(attributes)
+            for name in names:
+                if id(attributes[name]) in self._objects:
+                    self._places[id(attributes[name])].append((module, name))
         self._num_modules = len(sys.modules)
 
 
-def _hooked(target: str) -> object:
-    """What the registry finds under `target`; None if it will report that there is nothing."""
+def _hooked(target: str) -> tuple[object, object]:
+    """What the registry finds under `target`, and who owns it; None if it will report that there is nothing."""
     parent, _, name = target.rpartition(".")
     try:
         owner = pkgutil.resolve_name(parent)
         raw = vars(owner).get(name) if isinstance(owner, type) else None
-        return raw.__func__ if isinstance(raw, classmethod | staticmethod) else getattr(owner, name)
+        return owner, raw.__func__ if isinstance(raw, classmethod | staticmethod) else getattr(owner, name)
     except (AttributeError, ImportError, ValueError):
-        return None
+        return None, None
 
 
 def check_applied(targets: Iterable[str], applied: Iterable[str]) -> None:

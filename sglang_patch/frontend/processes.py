@@ -11,13 +11,13 @@ start the frontend has its main thread and the console's thread, whose only lock
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import signal
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from typing import Any
 
+from kt_runtime.sglang_patch.freezing import freeze_all
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.signals import leave_to_frontend
 
@@ -57,8 +57,7 @@ class Forked(ForkProcess):
 
     def start(self) -> None:
         # A garbage collection visits no frozen object. In the fork, each object that it visits would cost a copy.
-        gc.collect()
-        gc.freeze()
+        freeze_all()
         is_rank = getattr(self._target, "__name__", "") == SCHEDULER  # `start` forgets it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:

@@ -82,3 +82,17 @@ def test_a_hooked_function_is_replaced_in_every_module_that_holds_it(by: str, mo
     user.unnamed = unnamed  # type: ignore[attr-defined]
     assert propagate(unnamed, unnamed_hooked, SimpleNamespace) == 1
     assert vars(user)["unnamed"] is unnamed_hooked and source.second is second_hooked
+
+
+def test_a_module_of_sglang_holds_a_hooked_function_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "OWN_NAMES", frozenset(("kt_test_user",)))
+    first, hooked, other = functions(3)
+    source = imported(monkeypatch, "kt_test_source", first=first)
+    user = imported(monkeypatch, "kt_test_user", first=first, renamed=first)
+    other_user = imported(monkeypatch, "kt_test_user.other", first=other)
+    assert hooks.Bindings(["kt_test_source.first"], _unused).propagate(first, hooked, source) == 1
+    assert vars(user)["first"] is hooked and vars(user)["renamed"] is first and vars(other_user)["first"] is other
+
+
+def _unused(_original: object, _wrapped: object, _source: object) -> int:
+    raise AssertionError("the function has a target")
