@@ -184,8 +184,8 @@ def test_gradients_are_added_to_given_tensors() -> None:
     for _ in range(2):
         layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, into=[into])
     for twice, single in zip(tensors_of(into), tensors_of(once), strict=True):
-        # 9.2e-8 of the largest was measured
-        torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 5e-7 * single.abs().max().item())
+        # 9.2e-8 of the largest was measured, 7.7e-8 with AMX
+        torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 3.5e-7 * single.abs().max().item())
 
 
 def test_an_adapter_may_cover_some_projections_only() -> None:
