@@ -164,17 +164,21 @@ def late(late_device: torch.device) -> Iterator[torch.device]:
 
 
 @bodies.each_form
-def test_without_a_fault_the_bodies_pass(late: torch.device, form: Form) -> None:
-    bodies.run_all(late, form)
+def test_without_a_fault_the_bodies_pass(late: torch.device, expert_tolerance: bodies.Tolerance, form: Form) -> None:
+    bodies.run_all(late, expert_tolerance, form)
 
 
 @pytest.mark.parametrize(("fault", "form"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_planted_fault_is_found(
-    late: torch.device, monkeypatch: Patch, fault: Callable[[Patch], None], form: Form
+    late: torch.device,
+    expert_tolerance: bodies.Tolerance,
+    monkeypatch: Patch,
+    fault: Callable[[Patch], None],
+    form: Form,
 ) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, KtError)) as found:
-        bodies.run_all(late, form)
+        bodies.run_all(late, expert_tolerance, form)
         torch.accelerator.synchronize()
     print(f"{fault.__name__}: {str(found.value)[:200]}")
 

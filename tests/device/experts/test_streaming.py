@@ -22,8 +22,9 @@ from kt_runtime.experts.gpu.threshold import measured
 
 TOKENS = 12
 EXPERTS, HIDDEN, INNER = 5, 64, 32
-TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 4e-2}
-"""Of a result's norm. 4.1e-7 and 4.5e-3 are measured: a grouped product rounds to bfloat16."""
+# Of a result's norm. A grouped product rounds to bfloat16. Measured: 1.1e-7 to 1.9e-7 and 4.5e-3; 3.0e-7 and 2.6e-3.
+FORWARD = {torch.float32: 1.1e-6, torch.bfloat16: 4e-2}
+GRADIENTS = {torch.float32: 2.8e-6, torch.bfloat16: 2.5e-2}
 
 Streams = tuple[ExpertLayer, StreamingRule, StreamedTokens]
 
@@ -59,7 +60,7 @@ def assert_as(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", FORWARD)
 def test_forward_above_the_threshold_is_that_below_it(
     streams: Streams, scheduled_device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -68,7 +69,7 @@ def test_forward_above_the_threshold_is_that_below_it(
     streamed = layer.forward(p.x, p.ids, p.weights, **p.lora)
     assert (counts.forward, streamed.device, streamed.dtype) == (TOKENS, scheduled_device, dtype)
     rule.threshold_tokens = TOKENS + 1
-    assert_as(streamed, layer.forward(p.x, p.ids, p.weights, **p.lora), TOLERANCES[dtype])
+    assert_as(streamed, layer.forward(p.x, p.ids, p.weights, **p.lora), FORWARD[dtype])
     assert counts.forward == TOKENS
 
 
@@ -89,7 +90,7 @@ def test_gradients_above_the_threshold_are_those_below_it(
     assert (counts.forward, counts.backward) == (TOKENS, 2 * TOKENS)
     for kept_one, again, wanted, _ in zip(*found, strict=True):
         assert kept_one.device == scheduled_device and torch.equal(kept_one.cpu(), again.cpu())
-        assert_as(kept_one, wanted, TOLERANCES[dtype])
+        assert_as(kept_one, wanted, GRADIENTS[dtype])
 
 
 def test_training_takes_the_same_ring(streams: Streams, scheduled_device: torch.device) -> None:
@@ -106,7 +107,7 @@ def test_training_takes_the_same_ring(streams: Streams, scheduled_device: torch.
             found.append([present(t.grad) for t in (x, weights, *masters)])
     assert counts.backward == 2 * TOKENS
     for streamed, alone, wanted, _ in zip(*found, strict=True):
-        assert_as(streamed, wanted, TOLERANCES[torch.float32])
+        assert_as(streamed, wanted, GRADIENTS[torch.float32])
         assert torch.equal(alone.cpu(), streamed.cpu())
 
 
@@ -124,7 +125,7 @@ def test_calls_follow_each_other_on_streams_that_alternate(streams: Streams, sch
             found.append(layer.forward(p.x, p.ids, p.weights, **p.lora))
     torch.accelerator.synchronize()
     for result, p in zip(found, problems, strict=True):
-        assert_as(result, layer.forward(p.x, p.ids, p.weights, **p.lora), TOLERANCES[torch.float32])
+        assert_as(result, layer.forward(p.x, p.ids, p.weights, **p.lora), FORWARD[torch.float32])
 
 
 def test_input_that_is_still_being_made_is_awaited(streams: Streams, scheduled_device: torch.device) -> None:
@@ -133,7 +134,7 @@ def test_input_that_is_still_being_made_is_awaited(streams: Streams, scheduled_d
     there = on(scheduled_device, p)
     x = there.x * 3 - 2 * there.x
     wanted = layer.forward(p.x * 3 - 2 * p.x, p.ids, p.weights, **p.lora)
-    assert_as(layer.forward(x, there.ids, there.weights, **there.lora), wanted, TOLERANCES[torch.float32])
+    assert_as(layer.forward(x, there.ids, there.weights, **there.lora), wanted, FORWARD[torch.float32])
 
 
 def test_an_adapter_that_changes_between_calls_is_read_again(streams: Streams, scheduled_device: torch.device) -> None:
@@ -147,7 +148,7 @@ def test_an_adapter_that_changes_between_calls_is_read_again(streams: Streams, s
     wanted = layer.forward(
         p.x.cpu(), p.ids.cpu(), p.weights.cpu(), slots=host, token_slots=present(p.token_slots).cpu()
     )
-    assert_as(after, wanted, TOLERANCES[torch.float32])
+    assert_as(after, wanted, FORWARD[torch.float32])
     assert not torch.equal(before.cpu(), after.cpu())
 
 
@@ -174,7 +175,7 @@ def test_a_failure_while_loading_reaches_the_caller_and_the_next_call_works(
     there.x[3, 2] = 0.5
     p.x[3, 2] = 0.5
     wanted = layer.forward(p.x, p.ids, p.weights, **p.lora)
-    assert_as(layer.forward(there.x, there.ids, there.weights, **there.lora), wanted, TOLERANCES[torch.float32])
+    assert_as(layer.forward(there.x, there.ids, there.weights, **there.lora), wanted, FORWARD[torch.float32])
 
 
 def test_a_pass_that_is_left_early_does_not_spoil_the_next_one(
@@ -189,7 +190,7 @@ def test_a_pass_that_is_left_early_does_not_spoil_the_next_one(
         with closing(ring.chunks(layer, range(EXPERTS))) as chunks:
             for _ in range(taken):
                 next(chunks)
-        assert_as(layer.forward(there.x, there.ids, there.weights, **there.lora), wanted, TOLERANCES[torch.float32])
+        assert_as(layer.forward(there.x, there.ids, there.weights, **there.lora), wanted, FORWARD[torch.float32])
 
 
 def test_the_threshold_is_measured_with_the_device(layer: ExpertLayer, late_device: torch.device) -> None:
@@ -209,4 +210,4 @@ def test_slots_without_adapters_need_none(streams: Streams, scheduled_device: to
     slots: list[LoraSlot | None] = [None, there.slots[1]]
     wanted = layer.forward(p.x, p.ids, p.weights, slots=[None, p.slots[1]], token_slots=p.token_slots)
     found = layer.forward(there.x, there.ids, there.weights, slots=slots, token_slots=there.token_slots)
-    assert_as(found, wanted, TOLERANCES[torch.float32])
+    assert_as(found, wanted, FORWARD[torch.float32])

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import moe
 from reference.cases import choose, examples
-from reference.expert_problems import Lora, Problem, assert_close, build_layer, present, random_problem, tensors_of
+from reference.expert_problems import (
+    TOLERANCES,
+    Lora,
+    Problem,
+    assert_close,
+    build_layer,
+    present,
+    random_problem,
+    tensors_of,
+)
 from reference.instruction_sets import instruction_sets
 from torch import Tensor
 
@@ -40,18 +49,36 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def as_reference(slots: Sequence[LoraSlot | None], leaves: bool = False) -> list[moe.Lora | None]:
-    """Slots as the reference takes them; with `leaves`, in float64 with gradients."""
-    made: list[tuple[Any, Any] | None] = []
-    for slot in slots:
-        if slot is None:
-            made.append(None)
-            continue
-        tensors = slot.tensors()
-        if leaves:
-            tensors = tuple(present(t).double().requires_grad_() for t in tensors)
-        made.append((tensors, slot.scaling))
-    return made
+def as_reference(slots: Sequence[LoraSlot | None]) -> list[moe.Lora | None]:
+    return [None if slot is None else (slot.tensors(), slot.scaling) for slot in slots]
+
+
+def reference(p: Problem, off: torch.Generator | None = None) -> list[Tensor]:
+    """The result, and its gradients with respect to x, the routing weights and the adapters. `off`: each input is off
+    by about a rounding to float32."""
+
+    def given(tensor: Tensor) -> Tensor:
+        wide = tensor.double()
+        return wide if off is None else wide * (1 + 2.0**-24 * torch.randn(wide.shape, generator=off).double())
+
+    experts = replace(p.experts, gate=given(p.experts.gate), up=given(p.experts.up), down=given(p.experts.down))
+    slots = as_reference([s and s.with_tensors([given(t).requires_grad_() for t in tensors_of(s)]) for s in p.slots])
+    x, weights = given(p.x).requires_grad_(), given(p.weights).requires_grad_()
+    out = moe.routed_experts(experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
+    leaves = [x, weights, *(present(t) for slot in slots if slot for t in slot[0])]
+    gradients = torch.autograd.grad(out, leaves, given(p.grad_out), allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, leaves, strict=True))]
+
+
+def check(found: list[Tensor], p: Problem, wanted: list[Tensor], what: str, first: int = 0) -> None:
+    """`first`: which result of `reference` the first one is. Some sums of drawn cases cancel, such as those of the
+    gradient of an A of rank 1 for one token. The terms are as large as the reference moves where its inputs are off."""
+    pairs, factors = list(zip(found, wanted, strict=True)), [0.0] * len(found)
+    if any((f.double() - w).norm() > TOLERANCES[f.dtype] * w.norm() for f, w in pairs):
+        moved = [reference(p, torch.Generator().manual_seed(seed))[first:] for seed in range(4)]
+        factors = [2.0**24 * max(float((m[at] - w).norm()) for m in moved) for at, (_, w) in enumerate(pairs)]
+    for (f, w), factor in zip(pairs, factors, strict=True):
+        assert_close(f, w, what, factor)
 
 
 def forward(layer: ExpertLayer, p: Problem, rows: slice | Tensor = slice(None)) -> Tensor:
@@ -69,7 +96,7 @@ def test_forward_is_the_reference(isa: str, case: dict[str, Any]) -> None:
         p.experts, p.x, p.ids, p.weights, slots=as_reference(p.slots), token_slots=p.token_slots
     )
     assert out.dtype == p.x.dtype and out.shape == p.x.shape
-    assert_close(out, wanted, p.length, isa)
+    check([out], p, [wanted], isa)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
@@ -77,22 +104,12 @@ def test_forward_is_the_reference(isa: str, case: dict[str, Any]) -> None:
 @given(case=cases())
 def test_backward_is_autograd_of_the_reference(isa: str, case: dict[str, Any]) -> None:
     p = random_problem(**case)
-    x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
-    slots = as_reference(p.slots, leaves=True)
-    out = moe.routed_experts(p.experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
-    leaves = [present(t) for slot in slots if slot for t in slot[0]]
-    gradients = torch.autograd.grad(out, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
-    wanted = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, [x, weights, *leaves], strict=True)]
-
-    layer = build_layer(p.experts, isa)
-    got = layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora)
+    got = build_layer(p.experts, isa).backward(p.grad_out, p.x, p.ids, p.weights, **p.lora)
     assert [s is None for s in got.slots] == [s is None for s in p.slots]
     lora = [t for slot in got.slots if slot for t in tensors_of(slot)]
     assert got.x.dtype == p.x.dtype
     assert all(t.dtype == torch.float32 for t in [got.weights, *lora])
-    of_weight = p.grad_out.double().norm().item() * out.norm().item()  # its gradient is their inner product
-    for g, w in zip([got.x, got.weights, *lora], wanted, strict=True):
-        assert_close(g, w, 4 * p.length, isa, of_weight if w is wanted[1] else 0.0)
+    check([got.x, got.weights, *lora], p, reference(p)[1:], isa, first=1)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
@@ -167,8 +184,8 @@ def test_gradients_are_added_to_given_tensors() -> None:
     for _ in range(2):
         layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, into=[into])
     for twice, single in zip(tensors_of(into), tensors_of(once), strict=True):
-        # 9.2e-8 of the largest was measured
-        torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 5e-7 * single.abs().max().item())
+        # 9.2e-8 of the largest was measured, 7.7e-8 with AMX
+        torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 3.5e-7 * single.abs().max().item())
 
 
 def test_an_adapter_may_cover_some_projections_only() -> None:
@@ -176,7 +193,7 @@ def test_an_adapter_may_cover_some_projections_only() -> None:
     slot = LoraSlot(down_a=p.adapters[0].down_a, down_b=p.adapters[0].down_b, scaling=2.0)
     got = build_layer(p.experts).forward(p.x, p.ids, p.weights, slots=[slot], token_slots=p.token_slots)
     wanted = moe.routed_experts(p.experts, p.x, p.ids, p.weights, slots=as_reference([slot]), token_slots=p.token_slots)
-    assert_close(got, wanted, p.length, "down only")
+    assert_close(got, wanted, "down only")
 
 
 # bfloat16 activations of integer weights are quantized to int8 for a whole round at once.

@@ -14,7 +14,7 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.families import LoraModule, family_for
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
 
-TOLERANCE = 8e-6  # 8.1e-7 measured over 5,590 tokens
+DENSE, EXPERTS, ABSORBED = 2e-6, 6.5e-6, 1.3e-6  # measured over 5,590 tokens: 2.1e-7, 8.1e-7, 1.3e-7
 TOKENS = [3, 1, 4, 2]  # of the batch's requests
 
 
@@ -68,9 +68,9 @@ def merged(weight: torch.Tensor, members: list[LoraModule], adapter: AdapterTens
     return weight
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     error = (found - expected).norm() / expected.norm()
-    assert error <= TOLERANCE, f"relative error {error:.2e}"
+    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 def check_dense(served: SimpleNamespace, adapters: dict[str, AdapterTensors], lora_ids: Sequence[str | None]) -> None:
@@ -83,7 +83,7 @@ def check_dense(served: SimpleNamespace, adapters: dict[str, AdapterTensors], lo
         found = layer(x)[0]
         for token, owner in enumerate(owners):
             weight = merged(layer.base_layer.weight, members, adapters.get(owner or ""))
-            assert_close(found[token], weight @ x[token])
+            assert_close(found[token], weight @ x[token], DENSE)
 
 
 def check_experts(served: SimpleNamespace, adapters: dict[str, AdapterTensors], lora_ids: Sequence[str | None]) -> None:
@@ -93,7 +93,7 @@ def check_experts(served: SimpleNamespace, adapters: dict[str, AdapterTensors], 
         found = served.model.get_submodule(f"model.layers.{layer_id}.mlp.experts")(x, topk)
         for token, owner in enumerate(owners):
             expected = one_token(served, layer_id, x[token], topk, token, adapters.get(owner or ""))
-            assert_close(found[token], expected)
+            assert_close(found[token], expected, EXPERTS)
 
 
 def routed_input(served: SimpleNamespace, tokens: int) -> tuple[torch.Tensor, Any]:
@@ -167,8 +167,8 @@ def test_absorbed_attention_gives_what_a_merged_kv_b_gives(
             base = attention.kv_b_proj.base_layer.weight
             weight = merged(base, modules_by_source(served)[source], adapters.get(owner or ""))
             key, value = weight.unflatten(0, (heads, -1)).split([nope, attention.v_head_dim], dim=1)
-            assert_close(absorbed[token], torch.einsum("nk,nkd->nd", query[token], key))
-            assert_close(output[token], torch.einsum("nd,nvd->nv", latent[token], value).flatten())
+            assert_close(absorbed[token], torch.einsum("nk,nkd->nd", query[token], key), ABSORBED)
+            assert_close(output[token], torch.einsum("nd,nvd->nv", latent[token], value).flatten(), ABSORBED)
 
 
 def test_what_an_adapter_leaves_out_is_the_base_also_in_a_used_slot(

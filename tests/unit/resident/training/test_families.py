@@ -24,7 +24,7 @@ def gradients(lab: Any, batch: TrainingBatch) -> tuple[Any, dict[str, torch.Tens
     with hugging_face_in_float64(), without_float32():
         loss = lab.plain_loss(session, values, batch, exact)
     found = lab.forward_backward(session, batch)
-    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-6)  # 1.2e-7 measured
     expected = [gradient.float() for gradient in torch.autograd.grad(loss, list(values.values()))]
     return session, dict(session.gradient), dict(zip(values, expected, strict=True))
 
