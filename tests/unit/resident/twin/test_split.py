@@ -167,10 +167,8 @@ FAMILIES = (
     *("deepseek_v32", "qwen3_5_moe", "qwen3_next"),
 )
 DTYPES = (torch.float32, torch.bfloat16)
-FEW_FAMILIES = [
-    *(("glm4_moe", torch.bfloat16), ("gpt_oss", torch.bfloat16), ("minimax_m2", torch.float32)),
-    *(("deepseek_v32", torch.float32), ("deepseek_v2", torch.bfloat16), ("qwen3_5_moe", torch.bfloat16)),
-]
+# Sinks, biases and dropout; latent attention with an indexer; recurrent layers and a gated shared expert.
+FEW_FAMILIES = [("gpt_oss", torch.bfloat16), ("deepseek_v32", torch.float32), ("qwen3_5_moe", torch.float32)]
 ONCE = [(family, DTYPES[place % 2]) for place, family in enumerate(FAMILIES)]
 
 
