@@ -141,11 +141,22 @@ def module_files() -> list[tuple[str, Path]]:
     return files
 
 
+parsed = cache(ast.parse)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Also those inside others. Expressions, which are most of a tree, hold none."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(node, name, ()):
+            yield inner
+            yield from statements(inner)
+
+
 @cache
 def imported_names(path: Path) -> frozenset[str]:
     """Dotted names of all imports in a file; `from a import b` counts as `a.b`, since b may be a module."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -375,7 +386,7 @@ def docstrings(tree: ast.Module) -> set[int]:
 def names_of_cuda(path: Path, source: str) -> Iterator[str]:
     if "cuda" not in source.lower():
         return
-    tree = ast.parse(source)
+    tree = parsed(source)
     allowed, skipped = MAY_NAME_CUDA.get(str(path), set()), docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):

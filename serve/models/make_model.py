@@ -15,12 +15,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -86,7 +86,8 @@ def write_configs(directory: Path, config: Mapping[str, Any]) -> None:
 def stored_tensors(config: Mapping[str, Any]) -> list[CheckpointTensor]:
     """Every tensor of the checkpoint by its published name."""
     family = family_for(config)
-    return [replace(tensor, name=family.stored_name(tensor.name)) for tensor in checkpoint_tensors(config)]
+    tensors = checkpoint_tensors(config)
+    return [msgspec.structs.replace(tensor, name=family.stored_name(tensor.name)) for tensor in tensors]
 
 
 def write_weights(

@@ -20,7 +20,7 @@ from kt_runtime.ranks.share import Share
 
 COUNTS = [2, 0, 3]  # rows of each rank
 BUFFER_BYTES = 1 << 20  # csrc/ranks/shared_exchange.cpp
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 1.0
 
 
 def rows_of(rank: int) -> torch.Tensor:

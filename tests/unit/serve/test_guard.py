@@ -22,8 +22,8 @@ FRONTEND = textwrap.dedent(
     from kt_runtime.serve.guarded import guarded
 
     async def main():
-        async with guarded(*map(pathlib.Path, sys.argv[2:]), look_s=0.1, beat_s=0.05):
-            await asyncio.sleep(1.0)  # many looks: a loop that runs is left alone
+        async with guarded(*map(pathlib.Path, sys.argv[2:]), look_s=0.05, beat_s=0.025):
+            await asyncio.sleep(0.5)  # many looks: a loop that runs is left alone
             print("runs", flush=True)
             if sys.argv[1] == "hangs":
                 time.sleep(600)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from reference import lora
+from reference.cases import choose
 from reference.checkpoints.gguf_models import dequantized, expressible, requantize
 from reference.checkpoints.transformers_checkpoint import save
 from reference.delta_net import hugging_face_in_float64
@@ -62,9 +63,11 @@ SERVED = {
     "tiny-qwen3-next": (EXPERTS, None),
     "tiny-qwen3-5-moe-text": (ALL, None),
 }
+# Grouped and latent attention, fused experts with biases, recurrent layers. All: ../serve/models/test_gguf_model.py.
+FEW = ["tiny-glm4-moe", "tiny-deepseek-v32", "tiny-gpt-oss", "tiny-qwen3-next"]
 
 
-@pytest.mark.parametrize("preset", SERVED)
+@pytest.mark.parametrize("preset", choose(few=FEW, usual=list(SERVED), every=list(SERVED)))
 def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
     patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:

@@ -143,7 +143,10 @@ def test_the_schedulers_own_cuts_change_no_bit(make_lab: Any, make_batch: Any) -
         assert scheduler.parts_run > 0 or seconds == 1.0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+INDEXERS = ["glm_moe_dsa", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("family", choose(few=INDEXERS[:1], usual=INDEXERS, every=INDEXERS))
 def test_cut_layers_choose_the_keys_of_uncut_ones(
     family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any
 ) -> None:
@@ -156,7 +159,7 @@ def test_cut_layers_choose_the_keys_of_uncut_ones(
             assert all(torch.equal(again[kind][name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", choose(few=INDEXERS[:1], usual=INDEXERS, every=INDEXERS))
 def test_with_dropout_keys_and_values_of_each_head_are_those_of_the_same_choice(
     family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any
 ) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from reference import lora
+from reference.cases import choose
 from reference.checkpoints.gguf_models import dequantized, requantize
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 from reference.quantized import SCHEMES
@@ -114,7 +115,12 @@ def served(running: Engine, lora_id: str | None = None) -> tuple[dict[str, Row],
     return rows, {rid: np.array(running.prompt_logprobs[rid] + running.logprobs[rid], np.float32) for rid in prompts}
 
 
-@pytest.mark.parametrize("name", [*LOADED, *IN_GGUF])
+EVERY = [*LOADED, *IN_GGUF]
+# How each is read: ../../experts/quantized.
+FEW = ["int8", "fp8", "int4_g32", "mxfp4", "GGUF, types by 256"]
+
+
+@pytest.mark.parametrize("name", choose(few=FEW, usual=EVERY, every=EVERY))
 def test_served_logprobs_are_those_of_the_weights_and_of_training(
     name: str, running: Engine, stored: Callable[[str], Stored]
 ) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from reference import lora
+from reference.cases import choose
 from reference.resident.native_step import installed, prompt
 from reference.resident.scheduler import Engine, engine
 
@@ -21,7 +22,10 @@ TIERS = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through
 COPIES = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct")
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3-next", "tiny-qwen3-5-moe-text"])
+PRESETS = ["tiny-qwen3-next", "tiny-qwen3-5-moe-text"]
+
+
+@pytest.fixture(scope="module", params=choose(few=PRESETS[:1], usual=PRESETS, every=PRESETS))
 def served(
     request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from reference.cases import choose
-from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.recipe import Recipe
@@ -51,14 +49,6 @@ METRIC_CASES: list[dict[str, Any]] = [
 ]
 
 
-class _Rates(TrainerCallback):
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-
 class _Line(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,19 +58,23 @@ class _Line(torch.nn.Module):
         return {"loss": (self.weight * x).mean()}
 
 
-class _Trainer(Trainer):
-    """Its evaluations say what the test says. `evaluated`: after which step each was; an epoch's end repeats one."""
-
-    evaluated: list[int]
-
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        self.evaluated.append(self.state.global_step)
-        return {"eval_loss": LOSSES[len(self.evaluated) - 1]}
-
-
 def trainer_rates(directory: Path, case: dict[str, Any], evaluate: bool = False) -> tuple[list[float], list[int]]:
+    """The rates, and after which step each evaluation was; an epoch's end repeats one. Evaluations say LOSSES."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments  # a second, for the one process that runs this
+
+    rates: list[float] = []
+    evaluated: list[int] = []
+
+    class Rates(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    class Evaluating(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            evaluated.append(self.state.global_step)
+            return {"eval_loss": LOSSES[len(evaluated) - 1]}
+
     rows = [{"x": torch.ones(1)} for _ in range(ROWS)]
-    callback = _Rates()
     arguments = TrainingArguments(
         output_dir=str(directory),
         per_device_train_batch_size=BATCH,
@@ -97,10 +91,8 @@ def trainer_rates(directory: Path, case: dict[str, Any], evaluate: bool = False)
         eval_steps=1,
         **case,
     )
-    trainer = _Trainer(_Line(), arguments, train_dataset=rows, eval_dataset=rows[:1], callbacks=[callback])
-    trainer.evaluated = []
-    trainer.train()
-    return callback.rates, trainer.evaluated
+    Evaluating(_Line(), arguments, train_dataset=rows, eval_dataset=rows[:1], callbacks=[Rates()]).train()
+    return rates, evaluated
 
 
 def recipe(**keys: Any) -> Recipe:
@@ -167,6 +159,9 @@ def test_a_million_rates_take_seconds() -> None:
 
 
 def test_the_table_of_settings_is_transformers_signatures() -> None:
+    from transformers import SchedulerType
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
+
     assert set(ARGUMENTS) == {kind.value for kind in SchedulerType}
     given = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
     for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items():
