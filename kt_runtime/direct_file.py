@@ -1,9 +1,13 @@
-"""Reads that bypass the system's page cache (O_DIRECT, Linux), of data that is not in it: no memory is taken for pages
-that nobody reads again, and the disk writes into the caller's memory without a copy.
+"""Reads and writes that bypass the system's page cache (O_DIRECT, Linux), of data that is not in it.
+
+No memory is taken for pages that nobody reads again. Pages of gigabytes would push out what is used, or be freed in
+their turn, for which a virtual machine may stop (`spare.py`). Without support by the file system, files are read and
+written as usual.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -11,7 +15,10 @@ import os
 import threading
 from collections.abc import Sequence
 
+DIRECT_BYTES = 32 << 20
+"""A file of so many bytes is worth it."""
 BLOCK_BYTES = 4096  # a multiple of the alignment that disks and file systems require
+_WRITTEN_BYTES = 2 << 20  # at once
 _MOST_CACHED = 0.5  # share of the bytes; above it, most of the work is a copy from memory
 _CACHESTAT = 451  # system call, the same number on x86-64 and 64-bit Arm; Linux 6.5
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last: a system without /proc
@@ -66,10 +73,70 @@ class DirectFile:
     def _open(self) -> int:
         with self._opening:
             if self._descriptor is None:
-                flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC
-                self._descriptor = os.open(f"/proc/self/fd/{self._buffered}", flags)
+                self._descriptor = _opened(self._buffered, os.O_RDONLY)
             return self._descriptor
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
+
+
+class DirectWriter:
+    """Writes a file from its beginning. A context: at its end the file is whole, if there was no error.
+
+    `descriptor`: of an empty file, open for writing. Not thread-safe.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._buffered, self._direct = descriptor, -1
+        self._blocks = mmap.mmap(-1, _WRITTEN_BYTES)  # at a page, as O_DIRECT needs it
+        self._filled = self._written = 0
+
+    def write(self, data: memoryview) -> None:
+        """`data`: contiguous."""
+        data = data.cast("B")
+        while data:
+            count = min(len(data), _WRITTEN_BYTES - self._filled)
+            self._blocks[self._filled : self._filled + count] = data[:count]
+            self._filled, data = self._filled + count, data[count:]
+            if self._filled == _WRITTEN_BYTES:
+                self._flush()
+
+    def __enter__(self) -> DirectWriter:
+        with contextlib.suppress(OSError):
+            self._direct = _opened(self._buffered, os.O_WRONLY)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            self._end_direct()
+
+    def _flush(self) -> None:
+        with memoryview(self._blocks) as blocks:
+            done = 0
+            while done < self._filled:
+                part, place = blocks[done : self._filled], self._written + done
+                whole = len(part) // BLOCK_BYTES * BLOCK_BYTES
+                if self._direct >= 0 and whole and place % BLOCK_BYTES == 0:
+                    try:
+                        done += os.pwrite(self._direct, part[:whole], place)
+                        continue
+                    except OSError as error:
+                        if error.errno not in _REFUSALS:
+                            raise
+                        self._end_direct()
+                done += os.pwrite(self._buffered, part, place)
+        self._filled, self._written = 0, self._written + done
+
+    def _end_direct(self) -> None:
+        if self._direct >= 0:
+            os.close(self._direct)
+            self._direct = -1
+
+
+def _opened(descriptor: int, flags: int) -> int:
+    """The same file once more, past the page cache."""
+    return os.open(f"/proc/self/fd/{descriptor}", flags | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)

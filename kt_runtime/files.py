@@ -119,22 +119,6 @@ def parse_json(text: bytes) -> Any:
     return value
 
 
-UNCACHED_BYTES = 32 << 20
-"""Of a file, from here on `uncache` is worth its time."""
-
-
-def uncache(descriptor: int, first: int, last: int) -> None:
-    """The system need not keep these bytes of the file in its page cache (posix_fadvise(2)): it drops those that are on
-    disk, and begins to write the others.
-
-    A file of gigabytes that is read or written once would push out what is used, and the kernel's threads that make
-    room, or write all of it at an fsync, would take the engine's processors for tens of milliseconds.
-    """
-    if hasattr(os, "posix_fadvise") and last > first:
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_DONTNEED)
-
-
 def fsync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -17,11 +17,8 @@ from pathlib import Path
 
 from kt_runtime import spare
 from kt_runtime.beside import PIECE_BYTES, pause
-from kt_runtime.direct_file import BLOCK_BYTES, DirectFile
+from kt_runtime.direct_file import BLOCK_BYTES, DIRECT_BYTES, DirectFile
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
-
-DIRECT_BYTES = 32 << 20
-"""Files from here on are read past the system's page cache."""
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")

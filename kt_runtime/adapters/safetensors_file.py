@@ -4,6 +4,7 @@ and writes them without a second copy in memory.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,8 +17,8 @@ from kt_runtime.adapters.tensors import pieces
 from kt_runtime.beside import pause
 from kt_runtime.checkpoint_file import MAX_HEADER_BYTES, Entry, header_bytes
 from kt_runtime.checkpoint_file import parse_header as parse_checked
+from kt_runtime.direct_file import DIRECT_BYTES, DirectWriter
 from kt_runtime.errors import AdapterError
-from kt_runtime.files import UNCACHED_BYTES, uncache
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -73,7 +74,10 @@ def read_tensors(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-    """Writes a new file at `path`, one tensor after another, each converted to `dtype` if given. Does not fsync."""
+    """Writes a new file at `path`, one tensor after another, each converted to `dtype` if given. Does not fsync.
+
+    A large file is written past the system's page cache.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -87,12 +91,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.
         offset += size
     text = msgspec.json.encode(header)  # json.dumps would hold the GIL for a fifth of a second, of 90,000 tensors
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        written = done = 0  # of the tensors' bytes; `done` of them the disk has been told to take
+    head = len(text).to_bytes(8, "little") + text
+    with path.open("xb", buffering=-1 if offset < DIRECT_BYTES else 0) as file, contextlib.ExitStack() as stack:
+        writer = file if offset < DIRECT_BYTES else stack.enter_context(DirectWriter(file.fileno()))
+        writer.write(memoryview(head))
         for tensor in tensors.values():
             for part in pieces(tensor):
-                written += file.write(part.to(dtype or tensor.dtype).view(torch.uint8).numpy().data)
-                if written - done >= UNCACHED_BYTES:
-                    uncache(file.fileno(), max(0, done - UNCACHED_BYTES), written)
-                    done = written
+                writer.write(part.to(dtype or tensor.dtype).view(torch.uint8).numpy().data)

@@ -24,7 +24,6 @@ from kt_runtime.files import (
     lock_holder,
     move_directory,
     only_files,
-    uncache,
     visible_entries,
     write_directory,
     write_file,
@@ -457,14 +456,3 @@ def test_json_has_no_nan_and_the_old_file_stays(tmp_path: Path, value: float) ->
     with pytest.raises(NumericsError, match=r"a\.json: not written"):
         write_json(tmp_path / "a.json", {"loss": [value]})
     assert json.loads((tmp_path / "a.json").read_text()) == {"loss": 1.0}
-
-
-def test_what_need_not_stay_in_the_page_cache_is_unchanged_on_disk(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.write(b"x" * 10_000)
-        file.flush()
-        for first, last in [(0, 10_000), (0, 10_000), (5, 5), (9000, 1 << 40)]:
-            uncache(file.fileno(), first, last)
-    uncache(1 << 20, 0, 1)  # no such file: it is only advice
-    assert path.read_bytes() == b"x" * 10_000

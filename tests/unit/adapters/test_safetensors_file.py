@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from safetensors.torch import load_file, save
 
 from kt_runtime.adapters import safetensors_file
 from kt_runtime.adapters.safetensors_file import DTYPES, read_tensors, write_tensors
+from kt_runtime.direct_file import BLOCK_BYTES
 from kt_runtime.errors import AdapterError
 
 
@@ -48,16 +52,41 @@ def test_a_dtype_can_be_asked_for(tmp_path: Path) -> None:
     assert load_file(tmp_path / "file")["x"].dtype == torch.bfloat16
 
 
-def test_of_a_large_file_little_stays_in_the_page_cache_and_every_byte_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_large_file_is_written_past_the_page_cache_and_every_byte_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
-    given: list[tuple[int, int]] = []
-    monkeypatch.setattr(safetensors_file, "UNCACHED_BYTES", 4000)
-    monkeypatch.setattr(safetensors_file, "uncache", lambda _, first, last: given.append((first, last)))
-    tensors = {f"t{number}": torch.randn(500) for number in range(9)}
+    """Where the file system refuses that, it is written as any file."""
+    monkeypatch.setattr(safetensors_file, "DIRECT_BYTES", 1)
+    directly: list[int] = []
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return written(descriptor, data, offset)
+        if refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        directly.append(written(descriptor, data[: len(data) // 2 // BLOCK_BYTES * BLOCK_BYTES or len(data)], offset))
+        return directly[-1]
+
+    written = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    tensors = {f"t{number}": torch.randn(300_000 + number) for number in range(9)}
     write_tensors(tmp_path / "file", tensors)
-    assert given == [(0, 4000), (0, 8000), (4000, 12000), (8000, 16000)]
     assert all(torch.equal(found, tensors[name]) for name, found in load_file(tmp_path / "file").items())
+    size = (tmp_path / "file").stat().st_size
+    assert (sum(directly) == 0) if refused else (sum(directly) in (0, size // BLOCK_BYTES * BLOCK_BYTES))
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors_file, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        write_tensors(tmp_path / "file", {"x": torch.randn(10)})
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_cut_anywhere_is_refused() -> None:
