@@ -36,13 +36,10 @@ class Served:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def forked_servers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_process, "_start", forked_server.start)
-        if hasattr(request.config, "workerinput"):  # of pytest-xdist: their directories are in one
-            forked_server.import_once(tmp_path_factory.getbasetemp().parent)
-        else:
-            forked_server.import_all()
+        forked_server.import_all()
         yield
 
 

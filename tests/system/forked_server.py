@@ -9,21 +9,19 @@ jobs are forks, but those of servers with NEW_TRAINERS in their environment (tes
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import multiprocessing.process
 import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, arbitrary_address  # type: ignore[attr-defined]
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -33,8 +31,6 @@ from reference.cache import faulty_disk
 from reference.on_device import lost_device
 from reference.ranks import network
 from reference.server import changed_processes, hung_processes, signalled
-from reference.server.forks import family
-from reference.server.forks.family import processes
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -45,13 +41,12 @@ from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
 
 # SGLang's scheduler imports the modules of all models (1.3 s). SGLang's hooks patch what they have imported already.
 IMPORTED = [
-    "reference.server.forks.uncollected_imports",
     *("torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
     *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
     *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
     *("kt_runtime.cli.train.command", "kt_runtime.resident.server", "kt_runtime.sglang_patch.resident.turns"),
-    *("system.forked_server", "reference.server.forks.frozen_imports"),
+    *("system.forked_server", "reference.server.frozen_imports"),
 ]
 TESTS = Path(__file__).parents[1]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
@@ -170,11 +165,19 @@ def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | Forke
 
 def frontend_of(model_directory: Path) -> psutil.Process:
     """The frontend of the server of this model, whichever way it was started. Its processes are its children."""
-    for process in processes():
-        command = " ".join(process.cmdline())
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.NoSuchProcess:  # it has ended meanwhile; a zombie has none either
+            continue
         if " serve " in command and str(model_directory) in command:
             return process
     raise AssertionError(f"no process serves {model_directory}")
+
+
+def processes() -> set[psutil.Process]:
+    """All that descend from this process, whichever way they were started."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def import_all() -> None:
@@ -190,44 +193,6 @@ def import_all() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def import_once(place: Path) -> None:
-    """As `import_all`, for several processes of pytest: the first one's fork server imports all (10 s of processor
-    time, 1 GiB of memory), and their own are forks of it. `place`: a directory that they share."""
-    with (place / "fork-server").open("a+") as told:
-        fcntl.flock(told, fcntl.LOCK_EX)
-        told.seek(0)
-        address, _, imported = told.read().partition(" ")
-        if imported and psutil.pid_exists(int(imported)):
-            _at_start.update({name: os.environ.get(name) for name in READ_AT_START})
-        else:
-            import_all()
-            address, imported = str(_address()), str(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
-            told.truncate(0)
-            told.write(f"{address} {imported}")
-    family.shares(int(imported), _fork_of(address))
-
-
-def _fork_of(address: str) -> int:
-    """Makes a fork of the fork server at `address` the one of this process, and returns its pid."""
-    own = arbitrary_address("AF_UNIX")
-    reading, writing = os.pipe()  # it ends when nobody holds the writing end any more
-    with socket.socket(socket.AF_UNIX) as listener, Connection(reading, writable=False) as alive:
-        listener.bind(own)
-        listener.listen()
-        forkserver._forkserver._forkserver_alive_fd = writing  # type: ignore[attr-defined]
-        _follow(address)
-        process = context.Process(target=_serve_forks, args=(listener, alive), daemon=True)
-        process.start()
-    _follow(own)
-    assert process.pid is not None
-    return process.pid
-
-
-def _serve_forks(listener: socket.socket, alive: Connection) -> None:
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    forkserver.main(listener.detach(), alive.fileno(), [])
 
 
 def _address() -> str | None:

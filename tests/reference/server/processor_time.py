@@ -2,8 +2,8 @@
 
 Counted are the process that runs the tests and all that descend from it: servers, which are forks of the fork server,
 and programs, while they run and after they were waited for. What a shared server does while it waits goes to the file
-that runs meanwhile; the start of a shared server goes to the first file that uses it, and the imports of all servers to
-the first file with servers. A process whose parent ended without waiting for it is not counted.
+that runs meanwhile; the start of a shared server goes to the first file that uses it. A process whose parent ended
+without waiting for it is not counted.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
-from reference.server.forks.family import processes
 
 COLLECTING = "(collecting the tests)"
 FROM_WORKER = "processor_time"
 SHOWN = 25
 
 
-def processor_seconds() -> float:
-    """User and system time of this process and its descendants, with those that ended and were waited for."""
+def processor_seconds(process: psutil.Process) -> float:
+    """User and system time of a process and its descendants, with those that ended and were waited for."""
     total = 0.0
-    for each in (psutil.Process(), *processes()):
+    for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = each.cpu_times()
             total += times.user + times.system + times.children_user + times.children_system
@@ -38,11 +37,11 @@ class ProcessorTime:
 
     def __init__(self, path: Path) -> None:
         self.path, self.seconds = path, defaultdict[str, float](float)
-        self._before = 0.0
+        self._process, self._before = psutil.Process(), 0.0
 
     def charge(self, what: str) -> None:
         """The time since the last call."""
-        now = processor_seconds()
+        now = processor_seconds(self._process)
         self.seconds[what] += max(0.0, now - self._before)  # less: a process ended that nobody waited for
         self._before = now
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from reference.cache import faulty_disk
-from reference.server.forks.family import processes
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -61,7 +61,7 @@ class Place:
 
     def kill(self, name: str) -> None:
         """All processes of the server, as when its machine loses power."""
-        for process in processes():
+        for process in psutil.Process().children(recursive=True):
             if f"--adapter-dir {self.root / name} " in " ".join(process.cmdline()):
                 os.killpg(os.getpgid(process.pid), signal.SIGKILL)
                 return

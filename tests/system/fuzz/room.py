@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from reference.server.forks import family
 from system.fuzz.broken_adapters import broken_adapters, good_adapters
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -326,10 +325,10 @@ def room(place: Path) -> Iterator[Room]:
     make_model(PRESET, place / "model", seed=2)
     good = good_adapters(place / "model", place / "adapters-given", 3)
     broken = broken_adapters(good[0], place / "adapters-broken")
-    before = {child.pid for child in family.processes()}
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     options = ["--dtype", "float32", "--adapter-dir", str(place / "adapters"), "--max-lora-rank", "8"]
     with contextlib.chdir(place), server(str(place / "model"), options, place / "server.log") as api:
-        processes = [child for child in family.processes() if child.pid not in before]
+        processes = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
         with resident_client(api, timeout_s=120.0) as client:
             made = Room(api, place, processes, client, good, broken)
             _prepare(made)
