@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -64,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; tests send it to their process
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         import torch  # after SGLang's environment is set
 
