@@ -45,6 +45,7 @@ WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 HURRY_SECONDS = 0.5
 """A thread that hurries takes no longer, or waits for something else than a processor."""
 LATELY_SECONDS = 1.0
+"""Requests are served, if a batch ended so recently."""
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether the thread that hurries has ended."""
 

@@ -30,6 +30,7 @@ MOST_BYTES = 512 << 20
 LEAST_SMALL_BYTES, SMALL_BYTES, MOST_SMALL_BYTES = 1 << 20, 16 << 20, 64 << 20
 """Small memory is kept always, so much in all."""
 GIVEN_BACK_BYTES_PER_S = 32 << 20
+"""While requests are served."""
 PLENTY = 0.25
 """Of the machine's memory: while less is available, memory is given back as fast as it goes."""
 

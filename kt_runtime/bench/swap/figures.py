@@ -26,8 +26,8 @@ class Swap:
     """One case: `quiet`, `during`: gaps in milliseconds between the tokens of `streams` streams; `during` those of each
     round. `publish_ms`: from the request to the moved name. `first_token_ms`: from the request (of a session: from the
     end of the optimizer step) to the first token of the new version. `unload_ms`: of the request that unloads the
-    name. `stolen_ms`: in which the machine's host let none of its processors run, the mean of the processors; None
-    where the system does not say it."""
+    name. `stolen_ms`: how long the machine's host kept the processors from running, the mean of the processors;
+    None where the system does not say it."""
 
     what: str
     size: str | None
