@@ -65,6 +65,36 @@ print(len(calls))
     assert 9 <= int(told(code)) <= 11
 
 
+def test_a_fork_of_a_process_with_frozen_objects_freezes_once() -> None:
+    code = """
+import os
+freezes(original, "Frontend")
+if os.fork() == 0:
+    freezes(original, "Scheduler")
+    freezes(original, "Scheduler")
+    print([context for context, _ in calls], flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert told(code) == "['Frontend', 'Scheduler']"
+
+
+def test_garbage_is_collected_soon_after_a_freeze() -> None:
+    """CPython collects all objects once a quarter of those of the last time have survived: of half a million here."""
+    code = """
+alive = [[] for _ in range(500_000)]
+freezes(original, "Scheduler")
+garbage = Cycle()
+seen = weakref.ref(garbage)
+gc.collect(1)  # it is old now: only a collection of all objects finds it
+del garbage
+gc.enable()
+alive += [[] for _ in range(100_000)]
+print(seen() is None)
+"""
+    assert told(code) == "True"
+
+
 def test_a_request_to_freeze_is_decided_once_in_a_process(patched_sglang: None) -> None:
     from sglang.srt.managers import detokenizer_manager, scheduler, tokenizer_manager
 

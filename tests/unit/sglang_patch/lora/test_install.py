@@ -107,6 +107,7 @@ def test_without_memory_nothing_is_installed(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory.spare, "leaving_bytes", lambda: 0)  # of adapters of other tests in this process
     before = state(manager)
     with pytest.raises(ConflictError, match=r"bytes of memory, 1000 are available; unload one of: none"):
         install_adapter(manager, served.config, "one", "name", "content", adapter)
