@@ -8,7 +8,7 @@ minutes of fuzzing the scheduler had 10,777 such objects and 8 MB of their memor
 The first freeze of a process happens, whatever it adds: when the server is ready. CPython collects all objects only
 when those that survived since the last time are a quarter of those that there were then (`long_lived_total`), and does
 not notice that objects were frozen. So each freeze ends with a collection, of the few objects that are left: without
-it the next one would come after as many objects as a process has at its start, with the garbage of all requests until then.
+it the garbage of requests would stay until a quarter as many objects have survived as a process has at its start.
 
 Symbol: `sglang.srt.utils.common.freeze_gc`. A hook on it reaches every module that imports the function: `scheduler`,
 `detokenizer_manager` and `tokenizer_manager`. A hook on each of these names would wrap the hooks of the others.

@@ -487,7 +487,8 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     columns = [Column("adapter", "MB"), Column("published", "ms"), Column("first token", "ms")]
     columns += [Column("unloaded", "ms"), Column("decode step", "ms"), Column("longest stall", "ms")]
     columns += [Column("longest stall, median of rounds", "ms"), Column("longest stall before and after", "ms")]
-    columns += [Column("stolen by the machine's host", "ms")]
+    columns += [Column("longest stall in the control", "ms"), Column("control's, median of rounds", "ms")]
+    columns += [Column("stolen by the machine's host", "ms"), Column("stolen in the control", "ms")]
     rows = [
         Row(
             [row["what"], f"{row['rank']}, {row['targets']}", str(row["streams"])],
@@ -495,7 +496,8 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
                 _rounded(row["adapter_bytes"], MEGA),
                 *(_rounded(row[name]) for name in ("publish_ms", "first_token_ms", "unload_ms")),
                 *(_rounded(row[name]) for name in ("decode_step_ms", "stall_ms", "median_stall_ms", "quiet_stall_ms")),
-                _rounded(row["stolen_ms"]),
+                *(_rounded(row[name]) for name in ("control_stall_ms", "control_median_stall_ms")),
+                *(_rounded(row[name]) for name in ("stolen_ms", "control_stolen_ms")),
             ],
         )
         for row in report["rows"]

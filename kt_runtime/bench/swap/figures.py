@@ -4,7 +4,8 @@ A stream's tokens come one decode step apart, more or less. A *stall* is by how 
 of any stream, while an adapter is published, exceeds the decode step: the median gap of the same streams right before
 and right after, since a step takes longer the longer the streams are. A shared machine stops now and then by itself:
 so there is the median of the rounds' longest gaps, too, and a control, whose streams have gaps while requests come and
-nothing is published.
+nothing is published. The longer one looks, the longer is the longest gap. So each round of a load is followed by a
+control of the same length.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ CONTROL = "control"
 
 @dataclass
 class Swap:
-    """One case: `quiet`, `during`: gaps in milliseconds between the tokens of `streams` streams; `during` those of each
-    round. `publish_ms`: from the request to the moved name. `first_token_ms`: from the request (of a session: from the
-    end of the optimizer step) to the first token of the new version. `unload_ms`: of the request that unloads the
-    name. `stolen_ms`: how long the machine's host kept the processors from running, the mean of the processors;
-    None where the system does not say it."""
+    """One case: `quiet`, `during`, `control`: gaps in milliseconds between the tokens of `streams` streams; `during`
+    those of each round, `control` those of as long a time in which nothing was published. `publish_ms`: from the
+    request to the moved name. `first_token_ms`: from the request (of a session: from the end of the optimizer step) to
+    the first token of the new version. `unload_ms`: of the request that unloads the name. `stolen_ms`,
+    `control_stolen_ms`: how long the machine's host kept the processors from running during the rounds and the
+    controls, the mean of the processors; None where the system does not say it."""
 
     what: str
     size: str | None
@@ -40,11 +42,14 @@ class Swap:
     publish_ms: list[float] = field(default_factory=list)
     first_token_ms: list[float] = field(default_factory=list)
     unload_ms: list[float] = field(default_factory=list)
+    control: list[list[float]] = field(default_factory=list)
     stolen_ms: float | None = None
+    control_stolen_ms: float | None = None
 
 
 def row_of(swap: Swap) -> dict[str, Any]:
     step, longest = median(swap.quiet), [max(gaps) for gaps in swap.during]
+    control = [max(gaps) for gaps in swap.control]
     row = {name: getattr(swap, name) for name in ("what", "size", "rank", "targets", "adapter_bytes", "streams")}
     for name in ("publish_ms", "first_token_ms", "unload_ms"):
         values = getattr(swap, name)
@@ -56,7 +61,10 @@ def row_of(swap: Swap) -> dict[str, Any]:
         "stall_ms": max(0.0, max(longest) - step),
         "median_stall_ms": max(0.0, median(longest) - step),
         "quiet_stall_ms": max(0.0, max(swap.quiet) - step),
+        "control_stall_ms": max(0.0, max(control) - step) if control else None,
+        "control_median_stall_ms": max(0.0, median(control) - step) if control else None,
         "stolen_ms": swap.stolen_ms,
+        "control_stolen_ms": swap.control_stolen_ms,
     }
 
 

@@ -15,7 +15,7 @@ NARROW = 110  # columns, if the output is no terminal
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
     facts = result["swap"]
-    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "quiet", "stolen")
+    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "control", "median", "stolen")
     table = Table(
         "adapter",
         *(Column(heading, justify="right") for heading in headings),
@@ -23,11 +23,12 @@ def print_report(result: dict[str, Any]) -> None:
     )
     for row in result["rows"]:
         name = f"{row['what']}: rank {row['rank']}, {row['targets']}, beside {row['streams']} streams"
-        keys = ("publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms")
+        keys = ["publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms"]
+        keys += ["control_stall_ms", "control_median_stall_ms", "stolen_ms"]
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",
-            *("" if row[key] is None else f"{row[key]:.0f}" for key in (*keys, "quiet_stall_ms", "stolen_ms")),
+            *("" if row[key] is None else f"{row[key]:.0f}" for key in keys),
         )
     console.print(table)
     growth = result["rss_growth_bytes"]

@@ -6,7 +6,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +42,44 @@ def stolen_ms() -> float | None:
     return None if stolen is None else 1e3 * stolen / psutil.cpu_count()
 
 
+@dataclass
+class _Round:
+    """`calls`: when each began and ended. `stolen_ms`: before the round. `is_control`: nothing is published in it."""
+
+    is_control: bool
+    stolen_ms: float | None
+    calls: list[tuple[float, float]] = field(default_factory=list)
+
+
 class _Measured:
-    """Calls functions beside `streams`, of which `count` run. `rounds`: when each call of a round began and ended."""
+    """Calls functions beside `streams`, of which `count` run."""
 
     def __init__(self, streams: Streams, count: int) -> None:
         self._streams, self._count = streams, count
-        self.rounds: list[list[tuple[float, float]]] = []
+        self.rounds: list[_Round] = []
 
-    def begin_round(self) -> None:
-        self.rounds.append([])
+    def begin_round(self, *, is_control: bool = False) -> None:
+        self.rounds.append(_Round(is_control, stolen_ms()))
 
     def whole_rounds(self, ended: float) -> list[list[tuple[float, float]]]:
         """From the first call of a round to that of the next one, and to `ended`."""
-        began = [calls[0][0] for calls in self.rounds]
+        began = [each.calls[0][0] for each in self.rounds]
         return [[times] for times in zip(began, [*began[1:], ended], strict=True)]
+
+    def stolen_ms(self, *, is_control: bool) -> float | None:
+        """In all rounds of a kind, the last of which has just ended."""
+        kinds = [each.is_control for each in self.rounds]
+        counted = [*(each.stolen_ms for each in self.rounds), stolen_ms()]
+        known = [each for each in counted if each is not None]
+        if is_control not in kinds or len(known) < len(counted):
+            return None
+        return sum(b - a for kind, (a, b) in zip(kinds, pairwise(known), strict=True) if kind == is_control)
 
     def __call__(self, call: Callable[[], object], times_ms: list[float] | None = None) -> None:
         started = now()
         call()
         ended = now()
-        self.rounds[-1].append((started, ended))
+        self.rounds[-1].calls.append((started, ended))
         if times_ms is not None:
             times_ms.append(1e3 * (ended - started))
 
@@ -166,6 +186,10 @@ class SwapBench:
                 time.sleep(SETTLE_SECONDS)
                 measured(self._unload, found.unload_ms)
                 time.sleep(SETTLE_SECONDS)
+                lasted = now() - began
+                measured.begin_round(is_control=True)
+                measured(partial(self._first_token, None))
+                time.sleep(lasted)
         self._remove([path])
         self._told(found)
         return found
@@ -178,13 +202,16 @@ class SwapBench:
         count, too. The streams are quiet before the block and after it."""
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
             found.quiet += self._quiet(streams, count)
-            measured, stolen = _Measured(streams, count), stolen_ms()
+            measured = _Measured(streams, count)
             yield measured
             ended = now()
+            found.stolen_ms = measured.stolen_ms(is_control=False)
+            found.control_stolen_ms = measured.stolen_ms(is_control=True)
             measured.settle()  # the gaps at the end are over, too
-            for times in measured.whole_rounds(ended) if whole else measured.rounds:
-                found.during.append([gap for since, until in times for gap in streams.gaps_ms(since, until)])
-            found.stolen_ms = None if stolen is None else (stolen_ms() or 0.0) - stolen
+            spans = measured.whole_rounds(ended) if whole else [each.calls for each in measured.rounds]
+            for each, times in zip(measured.rounds, spans, strict=True):
+                gaps = [gap for since, until in times for gap in streams.gaps_ms(since, until)]
+                (found.control if each.is_control else found.during).append(gaps)
             time.sleep(SETTLE_SECONDS)
             found.quiet += self._quiet(streams, count)
         self.failures += streams.failures
@@ -219,6 +246,8 @@ class SwapBench:
         name, row = found.size or f"rank {found.rank} on {found.targets}", row_of(found)
         times = ", ".join(f"{each:.0f}" for each in found.publish_ms)
         stalls = f"{row['stall_ms']:.0f} ms, median {row['median_stall_ms']:.0f}, quiet {row['quiet_stall_ms']:.0f}"
+        if row["control_stall_ms"] is not None:
+            stalls += f", control {row['control_stall_ms']:.0f}, median {row['control_median_stall_ms']:.0f}"
         stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
         self._say(
             f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}{stolen}"

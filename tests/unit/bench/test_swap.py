@@ -81,6 +81,14 @@ def test_a_stall_is_what_the_longest_gap_exceeds_a_decode_step_by() -> None:
     assert row_of(swap("session", None, [20.0], [19.0]))["unload_ms"] is None
 
 
+def test_a_control_is_judged_as_the_rounds_are() -> None:
+    found = swap("load", "10MB", [20.0, 22.0, 30.0], [47.0])
+    found.control = [[23.0, 20.0], [50.0], [29.0, 19.0]]
+    row = row_of(found)
+    assert (row["stall_ms"], row["control_stall_ms"], row["control_median_stall_ms"]) == (25, 28, 7)
+    assert row_of(swap("session", None, [20.0], [19.0]))["control_stall_ms"] is None
+
+
 def test_stolen_time_is_the_mean_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_side.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(server_side.psutil, "cpu_times", lambda: SimpleNamespace(steal=2.0))
