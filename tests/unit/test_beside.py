@@ -14,6 +14,7 @@ from kt_runtime.beside import (
     DOZE_SECONDS,
     GIVEN,
     HURRY_SECONDS,
+    LATELY_SECONDS,
     LEAST_WAITED_SECONDS,
     MOST_GIVEN_SECONDS,
     MOST_WAITED_SECONDS,
@@ -303,3 +304,15 @@ def test_a_thread_that_slept_through_the_end_of_its_batch_goes_on_in_the_next_on
 )
 def test_pieces_have_about_as_many_bytes(items: int, num_bytes: int, expected: int) -> None:
     assert piece(items, num_bytes) == expected
+
+
+def test_requests_are_served_during_a_batch_and_shortly_after_it() -> None:
+    batches = Played()
+    assert not batches.are_computed()
+    with batches.computing():
+        batches.now += 10 * LATELY_SECONDS
+        assert batches.are_computed()
+    batches.now += 0.9 * LATELY_SECONDS
+    assert batches.are_computed()
+    batches.now += 0.2 * LATELY_SECONDS
+    assert not batches.are_computed()
