@@ -24,7 +24,7 @@ from kt_runtime.errors import KtError
 from kt_runtime.serve.models.make_model import make_model
 
 NEW_TOKENS = 12
-LOGPROB_TOLERANCE = 1.5e-4  # float32, sums in another order; 1.1e-5 measured with AVX-512, 2.3e-5 with AVX2
+LOGPROB_TOLERANCE = 1.1e-4  # float32, sums in another order; 1.1e-5 measured with AVX-512, 2.3e-5 with AVX2
 PROMPTS = [[3 + (7 * index + 11 * step) % 690 for step in range(length)] for index, length in enumerate((5, 17, 40))]
 # What each adapter changes: groups or projections; everything if empty. Ranks below and at the server's 8.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -67,7 +67,9 @@ def check_against_plain(lab: Any, batch: Any, loss: PreferenceLoss, max_tokens: 
     values = {name: value.detach().clone().requires_grad_() for name, value in session.parameters.items()}
     expected = plain_preference(loss, *plain_logprobs(lab.plain_logits(session, values, batch), batch))
     expected.backward()
-    assert result.loss == pytest.approx(float(expected.detach()), rel=4e-6)  # 4.9e-7 measured
+    # Measured with AMX and portably: 7e-8 and 2.4e-7. The loss of simpo is a small difference: 1.4e-7 and 1.1e-6.
+    rel = 1.4e-6 if loss.kind == "simpo" else 7e-7
+    assert result.loss == pytest.approx(float(expected.detach()), rel=rel)
     worst = max(float((session.gradient[n] - v.grad).norm() / v.grad.norm()) for n, v in values.items())
     print(f"{lab.twin.family.name} {loss.kind}: {len(values)} tensors, largest relative error {worst:.2e}")
     assert worst <= 2e-5  # 2.4e-6 measured
@@ -94,10 +96,10 @@ def test_a_vocabulary_in_chunks_gives_the_same_in_more_slices(
     chunked = deepseek_lab.forward_backward(session, pairs, 1000, loss, **options(loss))
     assert chunked.loss == whole.loss
     assert chunked.num_correct == whole.num_correct
-    assert chunked.metrics == pytest.approx(whole.metrics, rel=5e-6)  # 5.9e-7 measured
+    assert chunked.metrics == whole.metrics
     assert torch.equal(chunked.logprobs, whole.logprobs)
     for key, value in whole.gradient.items():
-        assert (chunked.gradient[key] - value).norm() <= 6e-6 * value.norm(), key  # 6.7e-7 measured
+        assert torch.equal(chunked.gradient[key], value), key
 
 
 def test_a_preference_loss_has_a_second_pass_only_where_one_chunk_is_not_enough(
@@ -128,7 +130,7 @@ def test_a_prompt_is_computed_once_and_reported_for_both(deepseek_lab: Any, make
     result = deepseek_lab.forward(session, batch, 1000, settings("orpo"))
     alone = deepseek_lab.forward(session, batch, 1000)
     assert (result.num_computed, alone.num_computed) == (19 + 3 + 5, 22 + 24)
-    assert torch.allclose(result.logprobs, alone.logprobs, rtol=0, atol=4e-6)  # 4.8e-7 measured
+    assert torch.equal(result.logprobs, alone.logprobs)
     chosen, rejected = result.logprobs.split(batch.lengths)
     assert torch.equal(chosen[:19], rejected[:19])
 
@@ -142,7 +144,8 @@ def test_metrics_of_the_logits_and_the_counts_are_the_plain_model_s(deepseek_lab
     assert result.metrics["logits/chosen"] == pytest.approx(sum(means[0::2]), abs=8e-8)  # 1e-8 measured
     assert result.metrics["logits/rejected"] == pytest.approx(sum(means[1::2]), abs=8e-8)
     sums = [float(values[counted].sum()) for values, counted in zip(*plain_logprobs(logits, pairs), strict=True)]
-    assert result.metrics["logps/rejected"] == pytest.approx(sum(sums[1::2]), rel=7e-8)  # 8e-9 measured
+    # 4.0e-9 measured, 2.4e-8 portably
+    assert result.metrics["logps/rejected"] == pytest.approx(sum(sums[1::2]), rel=4e-8)
 
 
 def test_correct_tokens_are_counted_where_a_weight_is_not_zero(deepseek_lab: Any, make_batch: Any) -> None:

@@ -122,15 +122,16 @@ def test_on_policy_the_gradient_is_reinforce_s_and_the_divergence_is_exactly_zer
         for sequence in (1, 2, 4):
             rows = COUNTED & (sequence == SEQUENCE)
             expected[rows] = expected[rows].mean()
-    torch.testing.assert_close(found.slopes, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.slopes, expected, rtol=1e-6, atol=0)  # 1.2e-7 measured
 
 
 def test_divergences_are_sums_over_counted_tokens() -> None:
     case = Case()
     differences = (case.logprobs - torch.from_numpy(case.samples.logprobs).double()[case.where])[COUNTED]
     metrics = case.value({"kind": "ppo"}).metrics
-    assert metrics["kl/k1"] == pytest.approx(-float(differences.sum()), rel=1e-15, abs=0)
-    assert metrics["kl/k3"] == pytest.approx(float((differences.exp() - 1 - differences).sum()), rel=1e-14, abs=0)
+    assert metrics["kl/k1"] == -float(differences.sum())
+    k3 = float((differences.exp() - 1 - differences).sum())
+    assert metrics["kl/k3"] == pytest.approx(k3, rel=1e-14, abs=0)  # 1.2e-15 measured
 
 
 @settings_and_names

@@ -98,7 +98,7 @@ def test_logprobs_are_the_model_s_whatever_the_microbatches(deepseek_lab: Any, b
     together = deepseek_lab.forward(session, batch, max_tokens=1000)
     apart = deepseek_lab.forward(session, batch, max_tokens=1)
     expected = deepseek_lab.plain_loss(session, session.parameters, batch)
-    assert torch.allclose(together.logprobs, apart.logprobs, rtol=0, atol=8e-6)  # 9.5e-7 measured
+    assert torch.equal(together.logprobs, apart.logprobs)
     assert together.loss == pytest.approx(float(expected.detach()), rel=8e-7)  # 8.1e-8 measured
     assert not session.gradient
 
@@ -213,7 +213,7 @@ def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_
     loss = -(logprobs * microbatch.weights).sum()
     parameters = [session.parameters[name].requires_grad_() for name in result.gradient]
     expected = torch.autograd.grad(loss, parameters)
-    assert result.loss == pytest.approx(float(loss.detach()), rel=5e-7)  # 5.6e-8 measured
+    assert result.loss == pytest.approx(float(loss.detach()), rel=2.8e-7)  # 2.8e-8 measured, 6.5e-8 with AVX2
     assert abs(result.loss - deepseek_lab.forward(session, make_batch(12, 12)).loss) > 1e-3
     for name, wanted in zip(result.gradient, expected, strict=True):
         assert (result.gradient[name] - wanted).norm() <= 6e-6 * wanted.norm(), name  # 6.4e-7 measured

@@ -334,7 +334,8 @@ def test_partial_sums_of_ranks_would_have_other_bits(
 
     monkeypatch.setattr(split.SplitWeight, "by_input", partial)
     expected, ranks = on_one_and_on(2, make_session_lab, gradients)
-    assert all(torch.allclose(expected[name], value, rtol=0, atol=3e-6) for name, value in ranks[0].items())
+    for name, value in ranks[0].items():
+        assert torch.allclose(expected[name], value, rtol=0, atol=3e-6), name  # 8.9e-7 measured
     with pytest.raises(AssertionError):
         assert_same(expected, ranks[0])
 
