@@ -321,7 +321,7 @@ class _Server:
         self.manager: FrontendManager | None = None
         self._shared_memory: Path | None = None
         self._num_signals = 0
-        self._asked_to_end = False
+        self._ending: list[Any] = []  # schedulers that were asked to end
         self._failing = threading.Lock()
 
     def run(self, arguments: list[str]) -> None:
@@ -460,21 +460,20 @@ class _Server:
 
     def _ask_engine_to_end(self) -> None:
         """Asks the scheduler to free the device and close its sockets itself. Must be called in the event loop."""
+        import psutil
         from sglang.srt.managers.io_struct import ShutdownReq
 
         assert self.manager is not None
         self._stop_watchdog()
         if self.frontend.watch is not None:
             self.frontend.watch.claim()
+        self._ending = [child for child in psutil.Process().children() if "scheduler" in _title(child)]
         self.manager._dispatch_to_scheduler(ShutdownReq())
-        self._asked_to_end = True
 
     def wait_for_engine(self) -> None:
         import psutil
 
-        if self._asked_to_end:
-            schedulers = [child for child in psutil.Process().children() if "scheduler" in _title(child)]
-            psutil.wait_procs(schedulers, timeout=ENGINE_EXIT_SECONDS)
+        psutil.wait_procs(self._ending, timeout=ENGINE_EXIT_SECONDS)
 
     def remove_shared_memory(self) -> None:
         """SGLang's scheduler makes this file, in which it states its load, and nobody removes it."""

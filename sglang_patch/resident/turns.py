@@ -12,7 +12,8 @@ SGLang 0.5.23 symbols and reasons:
   training, the targets may ask for it (`kt_runtime.resident.pacing.budget`).
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
   sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
-  frontend's answers must wake it.
+  frontend's answers must wake it. Nor must it sleep once the frontend has asked it to end: SGLang looks at
+  `Scheduler.gracefully_exit` after this sleep, a second later.
 - `Scheduler.on_idle`: called in a loop while there is nothing to compute. While pages are in flight between the cache's
   tiers, the scheduler does not count as idle and does not sleep. It would occupy a core that the copying threads could
   use, so it sleeps for a millisecond here. A request ends the sleep early.
@@ -53,6 +54,7 @@ REST_SECONDS = 0.001
 _metrics = TurnMetrics()
 _resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
 _members: Any = None  # its ranks
+_ends = False  # the frontend has asked the scheduler to end
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ def _with_decisions(
 
 
 def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    global _ends
     received = original(scheduler, *args, **kwargs)
+    _ends = scheduler.gracefully_exit
     hot.turn()
     if _resident is not None:
         _resident.turn()
@@ -155,7 +159,7 @@ def has_work() -> bool:
 
 
 def _sleep(original: Callable[..., Any], sleeper: Any, *args: Any, **kwargs: Any) -> Any:
-    if has_work():
+    if _ends or has_work():
         return None
     return original(sleeper, *args, **kwargs)
 

@@ -41,12 +41,13 @@ from kt_runtime.sglang_patch.plugin import PATCHES, TOUCHED_OTHERWISE
 
 # SGLang's scheduler imports the modules of all models (1.3 s). SGLang's hooks patch what they have imported already.
 IMPORTED = [
+    "reference.server.forks.uncollected_imports",
     *("torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     *(f"kt_runtime.sglang_patch.{name}" for name in (*PATCHES, *TOUCHED_OTHERWISE)),
     *("kt_runtime.cli.serve", "sglang.srt.entrypoints.openai.serving_responses"),
     *("kt_runtime.serve.tinker.mount", "kt_runtime.serve.finetuning.mount", "kt_runtime.serve.registry.mount"),
     *("kt_runtime.cli.train.command", "kt_runtime.resident.server", "kt_runtime.sglang_patch.resident.turns"),
-    *("system.forked_server", "reference.server.frozen_imports"),
+    *("system.forked_server", "reference.server.forks.frozen_imports"),
 ]
 TESTS = Path(__file__).parents[1]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.

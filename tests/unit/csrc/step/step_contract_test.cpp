@@ -3,6 +3,7 @@
 // and of memory nodes, or on adapters that other tokens have. For every kind of attention, MLP and router, and every
 // format of the experts.
 #include "nodes.h"
+#include "remembered.h"
 #include "step_server.h"
 
 namespace kt_test {
@@ -131,6 +132,14 @@ void test_kind(const Model& model, const kt::Tiles& tiles, Random& random, Repor
   test_moved_adapters(model, whole, sequences, tiles, report);
 }
 
+// Drawn once: all instruction sets have the same models. `number`: another one for each model.
+const Model& drawn_model(unsigned number, const Kind& kind) {
+  return remembered(Digest().add(number), [&] {
+    Random random(number);
+    return Model(kind, random);
+  });
+}
+
 }  // namespace
 
 void test_contract(const kt::Tiles& tiles, Report& report) {
@@ -152,8 +161,9 @@ void test_contract(const kt::Tiles& tiles, Report& report) {
        .is_mixed = true,
        .in_groups = true},
   };
+  unsigned number = 0;
   for (const Kind& kind : kinds) {
-    const Model model(kind, random);
+    const Model& model = drawn_model(number++, kind);
     test_kind(model, tiles, random, report);
     test_long_prefix(model, tiles, random, report);
   }
@@ -163,10 +173,12 @@ void test_contract(const kt::Tiles& tiles, Report& report) {
     if (format == kt::Format{}) continue;
     is_latent = !is_latent;
     for (const bool bf16 : {false, true}) {
+      ++number;
       if (!report.takes(bf16)) continue;
       std::string name = kt::format_name(format);
       name += bf16 ? " bf16" : " float32";
-      const Model model({.name = name.c_str(), .bf16 = bf16, .is_latent = is_latent == bf16, .format = format}, random);
+      const Model& model =
+          drawn_model(number, {.name = name, .bf16 = bf16, .is_latent = is_latent == bf16, .format = format});
       test_format(model, tiles, random, report);
     }
   }

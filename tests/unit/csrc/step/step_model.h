@@ -33,7 +33,7 @@ constexpr int64_t kChannels = 2 * kDeltaKeys + kDeltaResults;
 
 // What a model is made of.
 struct Kind {
-  const char* name;
+  std::string name;
   bool bf16 = false;
   int64_t top_k = 2;
   bool normalises = true;
@@ -122,7 +122,7 @@ class Model {
  public:
   // The first layer has no biases; the pool does not adapt the second one's output product, and its routed experts
   // only where the first layer has none.
-  Model(const Kind& kind, Random& random) : kind(kind), layers(2), random_(random) {
+  Model(const Kind& kind, Random& random) : kind(kind), layers(2), random_(&random) {
     embedding = drawn({kVocabulary, kHidden}, 1);
     for (int64_t i = 0; i < kHidden; ++i) embedding.set(kNanId * kHidden + i, NAN);
     const int64_t size = kind.rotated_size();
@@ -134,6 +134,7 @@ class Model {
     }
     final_norm = drawn_norm(kHidden);
     for (Layer& layer : layers) draw(&layer, &layer == &layers[1]);
+    random_ = nullptr;
   }
 
   // Over the given KV pool, with the experts on one or two memory nodes; `with_lora`: and the LoRA pool.
@@ -207,7 +208,7 @@ class Model {
 
   Tensor drawn(std::vector<int64_t> shape, double size, double mean = 0) {
     Tensor tensor(std::move(shape), kind.bf16, 0);
-    for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, static_cast<float>(mean + size * random_.normal()));
+    for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, static_cast<float>(mean + size * random_->normal()));
     return tensor;
   }
   Tensor drawn_norm(int64_t size) { return drawn({size}, 0.1, kind.is_hybrid ? 0 : 1); }
@@ -221,7 +222,7 @@ class Model {
     Tensor pool(std::move(shape), kind.bf16, NAN);
     for (int64_t i = 0; i < pool.count(); ++i) {
       const Adapter& adapter = kAdapters[i / (pool.count() / kLoraSlots)];
-      if (is_used(i / cols % rows, i % cols, adapter.rank)) pool.set(i, static_cast<float>(size * random_.normal()));
+      if (is_used(i / cols % rows, i % cols, adapter.rank)) pool.set(i, static_cast<float>(size * random_->normal()));
     }
     return pool;
   }
@@ -271,7 +272,7 @@ class Model {
     layer->gate = drawn_matrix(kExperts, kHidden);
     if (kind.in_groups) {
       layer->bias = Tensor({kExperts}, false, 0);
-      for (int64_t i = 0; i < kExperts; ++i) layer->bias.set(i, random_.normal() / 4);
+      for (int64_t i = 0; i < kExperts; ++i) layer->bias.set(i, random_->normal() / 4);
     }
     draw_experts(layer);
     if (is_second && !kind.is_mixed) return;
@@ -318,7 +319,7 @@ class Model {
     for (const kt::Projection part : {kt::kGate, kt::kUp, kt::kDown}) {
       const kt::PackedShape shape = layer->experts[0]->shape_of(part);
       for (int64_t e = 0; e < kExperts; ++e) {
-        const PackedCase matrix(shape.rows, shape.cols, kind.format, random_,
+        const PackedCase matrix(shape.rows, shape.cols, kind.format, *random_,
                                 1 / std::sqrt(static_cast<float>(shape.cols)));
         for (const auto& experts : layer->experts) pack_into(experts.get(), matrix, e, part);
         for (int64_t i = 0; i < shape.rows * shape.cols; ++i)
@@ -379,7 +380,7 @@ class Model {
     return routed;
   }
 
-  Random& random_;
+  Random* random_;  // while the model is drawn
 };
 
 }  // namespace kt_test

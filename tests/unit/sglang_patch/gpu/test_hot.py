@@ -162,11 +162,12 @@ def test_experts_move_once_a_turn_before_training_runs(store: ExpertStore, monke
         order.append("requests")
         return "received"
 
-    assert turns._turn(requests, None) == "received"
+    scheduler = SimpleNamespace(gracefully_exit=False)
+    assert turns._turn(requests, scheduler) == "received"
     assert order == ["requests", "experts", "training"]
     assert turns.has_work()  # a copy is on its way: the scheduler does not sleep
     for _ in range(4):
-        turns._turn(lambda *_: None, None)
+        turns._turn(lambda *_: None, scheduler)
     assert not turns.has_work() and made.use().layers[0].resident == [4, 5]
 
 

@@ -69,6 +69,15 @@ def test_what_finds_no_place_among_the_running_requests_does_not_hold_training_u
     assert (found.waiting, found.waited, found.waiting_tokens) == (0, 0.0, 0)
 
 
+def test_a_scheduler_that_was_asked_to_end_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_ends", False)
+    slept: list[bool] = []
+    for ends in (False, True):
+        turns._turn(lambda _scheduler: None, SimpleNamespace(gracefully_exit=ends))
+        turns._sleep(slept.append, ends)
+    assert slept == [False]
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_sglang_is_told_to_defer_prompts_where_the_resident_holds_them(
     monkeypatch: pytest.MonkeyPatch, held: bool
