@@ -26,6 +26,8 @@ VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"</s>"]
 WORDS = -(-len(VOCABULARY) // 32)
 PATIENT = GrammarLimits(compile_wait_s=300.0, match_cpu_s=60.0, step_s=300.0, wait_s=300.0)
 """Other programs may have the processors."""
+_COMPILERS: list[Any] = []
+"""Of this process, a rank: grammars' processes end with their compiler's."""
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[Exchange], Any], num_ranks: int = 2) -> list[Any]:
@@ -44,6 +46,7 @@ def grammars(exchange: Exchange, *patterns: str) -> list[XGrammarGrammar]:
     leads = exchange.share.rank == 0
     compiler: Any = GrammarCompiler(info) if leads else ranks.FollowingCompiler(info)
     matcher: Any = ranks.LeadingMatcher if leads else ranks.FollowingMatcher
+    _COMPILERS.append(compiler)
     compiled = [compiler.compile_regex(pattern) for pattern in patterns]
     return [XGrammarGrammar(matcher(one, max_rollback_tokens=9), 8, one, None, "a") for one in compiled]
 
