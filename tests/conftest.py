@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from httpx._transports import default as httpx_transports
 from hypothesis import HealthCheck, settings
-from reference.cases import choose, covering, position_on_axes
+from reference.cases import choose, covering, of_few_values, position_on_axes
 from reference.place import CPU, Place
 from reference.server.processor_time import ProcessorTime
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch  # after SGLang's environment is set
 
         torch.set_num_threads(1)
-    config.addinivalue_line("markers", "slow: takes about a second or more; not in `TEST_CASES=few`")
+    config.addinivalue_line("markers", "slow: takes about a third of a second or more; not in `TEST_CASES=few`")
     if (path := config.getoption("--processor-time")) is not None:
         config.pluginmanager.register(ProcessorTime(Path(path)), "processor-time")
 
@@ -86,13 +86,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _few(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of a test with several parameters: enough cases for each value of each parameter."""
+    """Of a test with parameters: few values of each, and of several parameters enough cases for each of these.
+
+    Tests beside this file keep all values: they check the repository, and each value is another part of it."""
     kept, by_test = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("slow") is None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     for of_test in by_test.values():
         cases = [position_on_axes(item) for item in of_test]
+        if of_test[0].path.parent != Path(__file__).parent:
+            few = of_few_values(cases)
+            of_test, cases = [of_test[at] for at in few], [cases[at] for at in few]
         several = any(len(case) > 1 for case in cases)
         kept |= {of_test[at] for at in covering(cases)} if several else set(of_test)
     return kept

@@ -58,6 +58,23 @@ def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     return sorted(found)
 
 
+MOST_VALUES = 4
+
+
+def spread(number: int) -> list[int]:
+    """Positions of at most `MOST_VALUES` of a table's rows, evenly from the first to the last."""
+    kept = min(number, MOST_VALUES)
+    return [at * (number - 1) // max(kept - 1, 1) for at in range(kept)]
+
+
+def of_few_values(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Positions of the cases of one test that have one of few values on each axis. Of a long table these show that
+    the test and what it tests work, and not that each row is right."""
+    values = {axis: list(dict.fromkeys(case[axis] for case in cases)) for axis in cases[0]}
+    kept = {axis: {found[at] for at in spread(len(found))} for axis, found in values.items()}
+    return [at for at, case in enumerate(cases) if all(value in kept[axis] for axis, value in case.items())]
+
+
 def in_pairs(*axes: Iterable[T]) -> list[tuple[T, ...]]:
     """Of all combinations of the axes' values few in which each two values of two axes meet, in their order."""
     cases = list(product(*axes))

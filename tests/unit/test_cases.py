@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.cases import covering, in_pairs, position_on_axes
+from reference.cases import MOST_VALUES, covering, in_pairs, of_few_values, position_on_axes, spread
 
 
 def test_of_a_product_as_many_cases_are_kept_as_the_longest_axis_has_values() -> None:
@@ -25,6 +25,24 @@ def test_every_value_of_every_axis_is_kept_by_different_cases_in_their_order(cas
 def test_a_single_axis_keeps_one_case_of_each_value() -> None:
     assert covering([{"a": 1}, {"a": 2}, {"a": 1}]) == [0, 1]
     assert covering([]) == covering([{}]) == []
+
+
+@given(st.integers(0, 100))
+def test_of_a_long_table_few_rows_are_kept_from_the_first_to_the_last(number: int) -> None:
+    kept = spread(number)
+    assert len(set(kept)) == len(kept) == min(number, MOST_VALUES)
+    assert kept == sorted(kept) and {*kept[:1], *kept[-1:]} == ({0, number - 1} if number else set())
+    assert max((b - a for a, b in itertools.pairwise(kept)), default=0) <= number // (MOST_VALUES - 1) + 1
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+def test_a_long_axis_costs_no_value_of_a_short_one(sizes: list[int]) -> None:
+    cases = [dict(zip("abc", case, strict=False)) for case in itertools.product(*map(range, sizes))]
+    few = [cases[at] for at in of_few_values(cases)]
+    kept = [few[at] for at in covering(few)]
+    for axis, size in zip("abc", sizes, strict=False):
+        assert {case[axis] for case in kept} == set(spread(size))
+    assert of_few_values([{}]) == [0]
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=3))

@@ -24,6 +24,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_time_of_children_counts_while_they_live_and_afterwards() -> None:
     before = processor_seconds(psutil.Process())
     command = [sys.executable, "-S", "-E", "-c", PROGRAM]

@@ -435,6 +435,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(files: FaultyFiles, open_ti
     eventually(lambda: not files.locks)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_again_and_again_is_tried_less_and_less(
     files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
 ) -> None:

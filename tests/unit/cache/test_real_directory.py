@@ -125,6 +125,7 @@ def bytes_in(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_the_quota_holds_while_four_clients_write(tmp_path: Path) -> None:
     quota, size = 8 << 20, 24 << 10
     tier = DiskTier(
@@ -183,6 +184,7 @@ def check_what_was_kept(store: PageStore, first: int, size: int) -> None:
         assert hits[start : start + 8] == [True] * count + [False] * (8 - count)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_records_are_few_files_and_opened_quickly(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

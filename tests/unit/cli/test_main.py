@@ -74,6 +74,7 @@ def test_a_misspelt_option_is_the_users_mistake(run: Run) -> None:
     assert "--seed" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_users_mistake_gives_one_line_and_no_traceback(run_process: Run) -> None:
     result = run_process("models", "show", "nosuch")
     assert result.returncode == 2

@@ -18,6 +18,7 @@ from kt_runtime.serve.models.report import resolve_model
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.slow
 def test_the_list_names_every_preset_in_full(run: Run) -> None:
     for columns in ("80", "160"):
         result = run("models", COLUMNS=columns)

@@ -64,6 +64,7 @@ def test_all_ranks_get_the_rows_of_rank_0(kind: str) -> None:
         assert none.shape == (0, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_many_pieces_and_many_messages(kind: str) -> None:
     """Rows that fill two buffers and a part of a third, on one rank only; then one small message after another."""
@@ -86,6 +87,7 @@ def test_messages_of_many_pieces_and_many_messages(kind: str) -> None:
     assert all(all(each) for each in run_ranks(2, work, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_sent_and_how_long_it_took_is_counted(kind: str) -> None:
     """Of two messages to each of two other ranks: two columns of four int32 rows, and a third of each row."""
@@ -110,6 +112,7 @@ def test_a_row_that_fits_no_buffer_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_do_something_else_do_not_get_each_others_bytes(kind: str) -> None:
     def work(exchange: Exchange) -> str:
@@ -153,6 +156,7 @@ def test_a_rank_that_has_ended_is_named() -> None:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named() -> None:
     pid = partner(lambda: time.sleep(600))
     exchange = with_partner(pid)
@@ -165,6 +169,7 @@ def test_a_rank_that_hangs_is_named() -> None:
         ends(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["computes", "is stopped"])
 def test_a_rank_that_computes_or_is_stopped_is_waited_for(state: str) -> None:
     """Until it ends, which is later than a rank that hangs would have been given up."""

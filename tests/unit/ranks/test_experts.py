@@ -150,6 +150,7 @@ def test_partial_sums_of_ranks_would_have_other_bits() -> None:
     assert not torch.equal(parts[0] + parts[1], whole)
 
 
+@pytest.mark.slow
 def test_tokens_without_experts_and_calls_without_tokens(tmp_path: Path) -> None:
     problem = random_problem(EXPERTS, HIDDEN, INNER, 4, TOP_K, seed=1)
     none = replace(problem, ids=torch.full_like(problem.ids, -1))
@@ -173,6 +174,7 @@ def test_all_ranks_refuse_what_is_not_finite(tmp_path: Path, name: str) -> None:
     assert run_ranks(2, work) == [f"{name} has NaN or Inf"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_never_holds_more_than_its_share_and_one_layer(tmp_path: Path) -> None:
     experts, size, layers = 8, 512, 6
     shape = ExpertShape(experts, size, size)

@@ -65,6 +65,7 @@ def test_a_key_is_created_once_in_every_kind_of_place(opened: Open) -> None:
     assert one.read("replicas/two.json", 100) == b"second" and one.keys("replicas") == ["replicas/two.json"]
 
 
+@pytest.mark.slow
 def test_publishers_of_one_name_at_once_get_revisions_in_one_order_in_every_kind_of_place(
     opened: Open, version: Version
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_revision_is_above_every_one_that_the_publisher_has_seen(opened: Open,
     assert publish(one, version, 1, after=7).revision == 8
 
 
+@pytest.mark.slow
 def test_old_revisions_and_their_files_are_removed_and_newer_ones_stay(opened: Open, version: Version) -> None:
     one = opened("one", kept=3)
     manifests = [publish(one, version, seed) for seed in range(6)]
@@ -96,6 +98,7 @@ def test_old_revisions_and_their_files_are_removed_and_newer_ones_stay(opened: O
     assert left == {each.data for each in manifests[3:]}
 
 
+@pytest.mark.slow
 def test_a_number_that_was_taken_and_removed_before_is_not_taken_again(
     opened: Open, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +368,7 @@ def publish_often(root: str, replica: str, directories: list[str]) -> None:
         registry.publish("bob", hash_of(number), Path(directory), base=BASE, source=replica)
 
 
+@pytest.mark.slow
 def test_publishers_of_one_name_get_revisions_in_one_order_and_nothing_is_mixed(tmp_path: Path) -> None:
     """Three real processes, which publish as fast as they can."""
     root = tmp_path / "registry"

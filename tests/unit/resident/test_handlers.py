@@ -218,6 +218,7 @@ def test_a_small_session_s_publication_takes_the_turn_in_which_it_is_taken(
     assert len(server.host.placed) == 1 and not ahead_of(resident) and not resident._workers._jobs
 
 
+@pytest.mark.slow
 def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
     trained: tuple[Resident, Inbox, Any],
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_publication_whose_session_has_other_requests_is_not_prepared_ahead(
     assert isinstance(late, PublishReply) and isinstance(again, PublishReply) and late.version == again.version
 
 
+@pytest.mark.slow
 def test_nothing_is_prepared_ahead_while_requests_may_be_open_that_were_not_announced(
     trained: tuple[Resident, Inbox, Any],
 ) -> None:
@@ -255,6 +257,7 @@ def test_nothing_is_prepared_ahead_while_requests_may_be_open_that_were_not_anno
         server.turn()
 
 
+@pytest.mark.slow
 def test_a_session_s_next_request_waits_for_what_is_still_prepared_ahead(
     trained: tuple[Resident, Inbox, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_served_version_keeps_its_tensors_while_training_continues(engine: Eng
     assert two.modules[name].b.any()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_masters_that_are_not_finite_are_refused_and_the_version_before_stays(
     engine: Engine, client: ResidentClient, value: float
 ) -> None:
@@ -134,6 +134,7 @@ def test_masters_that_are_not_finite_are_refused_and_the_version_before_stays(
     assert [version.version for version in info.versions] == [first.version] and info.current == first.version
 
 
+@pytest.mark.slow
 def test_a_version_has_the_hash_of_its_tensors_whatever_was_measured_before(
     engine: Engine, client: ResidentClient, tmp_path: Path
 ) -> None:
@@ -319,6 +320,7 @@ def test_published_names_are_served_again_after_a_restart(start: Callable[..., E
         assert client.list_adapters()[0].current == version
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_in_a_call_leaves_the_server_working(engine: Engine) -> None:
     with engine.client() as client:
         client.create_session("a", LORA)
@@ -329,6 +331,7 @@ def test_a_client_that_goes_away_in_a_call_leaves_the_server_working(engine: Eng
         assert {session.session for session in client.status().sessions} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_request_that_names_another_session_first_is_not_held_up(engine: Engine, client: ResidentClient) -> None:
     """Sessions take turns between microbatches: a short call does not wait for the end of a long one."""
     client.create_session("long", LORA)
@@ -386,6 +389,7 @@ def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done
     assert engine.overslept == 0
 
 
+@pytest.mark.slow
 def test_a_session_whose_forward_pass_is_not_finite_is_not_published(
     engine: Engine, client: ResidentClient, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def started(how: str, directory: Path) -> tuple[subprocess.Popen[str], psutil.Pr
     return frontend, guard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("waits", "is stopped by a signal"), ("hangs", "hangs: all of its threads")])
 def test_a_frontend_that_is_stopped_or_hangs_is_killed_and_the_log_says_why(
     how: str, said: str, tmp_path: Path
@@ -115,6 +116,7 @@ def test_a_frontend_that_is_stopped_or_hangs_is_killed_and_the_log_says_why(
     frontend.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_frontend_that_ends_ends_its_guard_however_it_ends(tmp_path: Path) -> None:
     frontend, guard = started("waits", tmp_path)
     frontend.kill()
@@ -130,6 +132,7 @@ def test_a_frontend_that_ends_ends_its_guard_however_it_ends(tmp_path: Path) -> 
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_without_its_guard_a_frontend_goes_on(tmp_path: Path) -> None:
     frontend, guard = started("waits", tmp_path)
     guard.kill()

@@ -203,6 +203,7 @@ FAMILIES_IN_BF16 = (
 )
 
 
+@pytest.mark.slow
 @each(
     choose(few=("qwen3_next", QUANTIZED), usual=FAMILIES_IN_BF16, every=FAMILIES_IN_BF16),
     torch.bfloat16,

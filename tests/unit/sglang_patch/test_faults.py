@@ -59,6 +59,7 @@ def test_a_request_for_an_adapter_that_is_not_installed_ends_alone(scheduled: En
     assert scheduled.ended["right"]["type"] == "length"
 
 
+@pytest.mark.slow
 def test_two_hundred_of_them_leave_nothing_behind(scheduled: Engine) -> None:
     before = scheduled.memory()
     for number in range(200):

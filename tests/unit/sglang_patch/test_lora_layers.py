@@ -171,6 +171,7 @@ def test_absorbed_attention_gives_what_a_merged_kv_b_gives(
             assert_close(output[token], torch.einsum("nd,nvd->nv", latent[token], value).flatten(), ABSORBED)
 
 
+@pytest.mark.slow
 def test_what_an_adapter_leaves_out_is_the_base_also_in_a_used_slot(
     served: SimpleNamespace, manager: Any, adapters: dict[str, AdapterTensors], reference: ModuleType
 ) -> None:

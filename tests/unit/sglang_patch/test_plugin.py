@@ -45,6 +45,7 @@ def exists(symbol: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_symbol_that_is_touched_exists(patched_sglang: None) -> None:
     assert PATCHED
     missing = [f"{module}: {symbol}" for module, symbol in PATCHED if not exists(symbol)]
@@ -58,6 +59,7 @@ class Told(Hooks):
         self.targets.append(target)
 
 
+@pytest.mark.slow
 def test_modules_of_sglang_hold_a_hooked_function_under_its_own_name_or_a_known_one(patched_sglang: None) -> None:
     """So `Bindings` looks for no other name there. Also what is hooked in the frontend only, or on a GPU."""
     importlib.import_module("sglang.srt.models.registry")

@@ -26,7 +26,14 @@ LENGTHS = (2, 9, 70)
 LOGPROB_TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("whole_model", [kimi, llama4, qwen3_5], ids=["Kimi-K2.5", "Llama 4", "Qwen3.5"])
+@pytest.mark.parametrize(
+    "whole_model",
+    [
+        pytest.param(kimi, id="Kimi-K2.5"),
+        pytest.param(llama4, id="Llama 4", marks=pytest.mark.slow),
+        pytest.param(qwen3_5, id="Qwen3.5", marks=pytest.mark.slow),
+    ],
+)
 def test_served_logprobs_equal_those_of_the_whole_model_in_hugging_face(
     patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_model: Any
 ) -> None:
@@ -45,6 +52,7 @@ def test_served_logprobs_equal_those_of_the_whole_model_in_hugging_face(
             assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
 
 
+@pytest.mark.slow
 def test_qwen3_5_s_fp8_with_experts_one_by_one_is_served_as_what_it_means(patched_sglang: None, tmp_path: Path) -> None:
     """As its FP8 checkpoints are published: blocks of 128 x 128, a matrix for each expert and projection."""
     source = make_model("tiny-qwen3-5-moe-text", tmp_path / "source", seed=3)

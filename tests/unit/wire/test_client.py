@@ -110,6 +110,7 @@ def test_a_socket_file_left_by_a_dead_server_is_unreachable(address: str) -> Non
         ResidentClient(address)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_asked_is_noticed_before_the_timeout(address: str) -> None:
     program = (
         "import sys, time; from kt_runtime.wire import WireServer; server = WireServer(sys.argv[1]); "
@@ -245,6 +246,7 @@ def test_no_step_is_sent_when_a_pipelined_call_before_it_failed(
     assert client.optim_step("s", 1e-3).step == 4
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again_until_it_has_room(
     make_server: Callable[..., WireServer], make_resident: Callable[..., Any], make_client: Callable[..., Any]
 ) -> None:

@@ -56,6 +56,7 @@ def test_it_is_said_who_reads_what_is_written(tmp_path: Path) -> None:
         assert ("drops a pair for each" in by_peft.remark) != fuses
 
 
+@pytest.mark.slow
 def test_a_merged_checkpoint_of_the_whole_model_is_the_language_model_with_the_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def merged_by_hand(base: Path, adapter: AdapterTensors) -> torch.nn.Module:
     return lora.merge(load_hugging_face(base), adapter)
 
 
+@pytest.mark.slow
 def test_in_float32_the_logits_are_those_of_the_hand_merged_model(base: Base, tmp_path: Path) -> None:
     write_merged(base.directory, base.adapter, tmp_path / "out", dtype=torch.float32)
     expected = logits(merged_by_hand(base.directory, base.adapter))
@@ -89,7 +90,7 @@ WRITTEN = [
     *(("qwen3_next", False), ("qwen3_next", True), ("qwen3_5_moe_text", True)),
     *(("deepseek_v32", False), ("glm_moe_dsa", False), ("glm_moe_dsa", True)),
 ]
-FEW_WRITTEN = [("glm4_moe", True), ("gpt_oss", True), ("qwen3_next", False), ("deepseek_v32", False)]
+FEW_WRITTEN = [("gpt_oss", True), ("qwen3_next", False)]
 
 
 @pytest.mark.parametrize("only", [(), ("experts",)])
@@ -164,6 +165,7 @@ def small(tmp_path: Path) -> Iterator[Base]:
     assert {entry.name for entry in tmp_path.iterdir()} <= {"small", "out"}  # nothing temporary is left behind
 
 
+@pytest.mark.slow
 def test_what_a_quantized_base_has_in_float16_becomes_bf16_and_can_be_served(tmp_path: Path) -> None:
     bf16 = make_model("tiny-qwen3-moe", tmp_path / "bf16", seed=4)
     base, plain = quantize_checkpoint(bf16, tmp_path, "awq_g32", experts_only=True)

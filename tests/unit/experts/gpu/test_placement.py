@@ -147,6 +147,7 @@ class Device:
 LAYERS = st.dictionaries(st.integers(0, 9), st.integers(0, E), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), slots=LAYERS, margin=st.floats(1, 4), least=st.floats(0, 5))
 def test_slots_and_table_agree_whatever_is_counted(

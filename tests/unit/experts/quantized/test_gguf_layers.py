@@ -161,6 +161,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(name: str,
     assert torch.equal(other.forward(p.x, p.ids, p.weights), whole)
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_no_number_is_refused_with_its_place(tmp_path: Path) -> None:
     experts = random_problem(2, 256, 256, 1, 1).experts
     for kind, at in (("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0), ("IQ4_XS", 0)):

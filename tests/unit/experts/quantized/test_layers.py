@@ -145,6 +145,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
         assert other.unpacked(1)[2].equal(layer.unpacked(1)[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("scheme", DISTINCT)
 def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(

@@ -41,6 +41,7 @@ def survives(lab: Any, adapter: AdapterTensors) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_largest_adapter_that_is_let_through_survives_the_probe(lab: Any) -> None:
     values = [2.0**exponent for exponent in range(-8, 60)]
     let_through = [value for value in values if lets_through(lab, constant(lab, value))]

@@ -172,6 +172,7 @@ def test_beyond_the_bounds_what_each_name_means_is_kept_and_the_rest_is_reported
     assert all("waited to be written" in item.reason and not item.is_waiting for item in given_up)
 
 
+@pytest.mark.slow
 def test_a_hundred_publications_in_quick_succession_take_bounded_memory(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk(max_versions=5, max_bytes=3 * 10**6)
     desk.disk.gate.clear()

@@ -317,6 +317,7 @@ def test_only_an_adapter_that_could_overflow_is_probed(desk: Desk, monkeypatch: 
     assert probed == ["adapter 'alice'"]
 
 
+@pytest.mark.slow
 def test_every_slot_is_given_back_or_used(desk: Desk, tmp_path: Path) -> None:
     """Whatever becomes of its operation. A slot that is used is given back too, which has no effect then."""
     desk.publish("bob", 1)
@@ -418,6 +419,7 @@ def test_two_directories_that_hang_hold_up_no_other_name(
     gate.set()
 
 
+@pytest.mark.slow
 def test_too_many_operations_of_one_name_are_refused_before_anything_is_copied(desk: Desk) -> None:
     for seed in range(1 + MAX_WAITING_OF_NAME):
         desk.publish("bob", seed)

@@ -83,6 +83,7 @@ def test_any_order_of_puts_and_renewals_finds_what_was_put_last_and_never_more_t
         assert len(store) <= 7
 
 
+@pytest.mark.slow
 def test_all_memory_is_taken_at_the_start_and_is_the_size_that_was_given() -> None:
     tokens = 4_000
     some = [(keys_of(tokens, version), ids(*[1] * tokens)) for version in ("a", "b", "c")]

@@ -37,8 +37,8 @@ RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client fold
 @pytest.mark.parametrize(
     ("targets", "settings"),
     [
-        (["all"], {}),
-        (["attention"], {"dropout": 0.2}),
+        pytest.param(["all"], {}, marks=pytest.mark.slow),
+        pytest.param(["attention"], {"dropout": 0.2}, marks=pytest.mark.slow),
         (["attention", "mlp", "shared"], {"dropout": 0.3, "rank": 6, "alpha": RSLORA_ALPHA}),
         (["down_proj"], {"alpha": 0.1}),
     ],

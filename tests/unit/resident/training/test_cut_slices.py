@@ -88,6 +88,7 @@ def test_loss_gradients_and_masters_are_those_of_whole_slices(
         assert_equal(computed(lab, batch, anyhow(seed)), expected)
 
 
+@pytest.mark.slow
 def test_they_are_so_for_every_further_family(further_lab: Any, make_batch: Any) -> None:
     """Where attention is not in float32, as beside a GPU, nothing is cut."""
     batch = make_batch(40, 33, 1)
@@ -96,12 +97,14 @@ def test_they_are_so_for_every_further_family(further_lab: Any, make_batch: Any)
     assert (parts[2] > expected[2]) == further_lab.twin.computes_tokens_alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [("attention",), ("experts",)])
 def test_they_are_so_for_a_part_of_the_targets(make_lab: Any, make_batch: Any, targets: tuple[str, ...]) -> None:
     lab, batch = make_lab("qwen3_moe"), make_batch(70, 33, 66)
     assert_equal(computed(lab, batch, least, targets=targets), computed(lab, batch, whole, targets=targets))
 
 
+@pytest.mark.slow
 def test_what_was_retained_is_given_up_by_a_cut_without_other_bits(make_lab: Any, make_batch: Any) -> None:
     lab, batch = make_lab("qwen3_moe"), make_batch(70, 33, 66)
     expected = computed(lab, batch, whole, activations="retain")
@@ -109,6 +112,7 @@ def test_what_was_retained_is_given_up_by_a_cut_without_other_bits(make_lab: Any
         assert_equal(computed(lab, batch, anyhow(seed), activations="retain"), expected)
 
 
+@pytest.mark.slow
 def test_pairs_that_share_a_prompt_are_cut_too(make_lab: Any, make_pairs: Any) -> None:
     loss = PreferenceLoss(kind="orpo", beta=0.1)
     for family in ("qwen3_moe", "deepseek_v3"):
@@ -146,6 +150,7 @@ def test_the_schedulers_own_cuts_change_no_bit(make_lab: Any, make_batch: Any) -
 INDEXERS = ["glm_moe_dsa", "deepseek_v32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", choose(few=INDEXERS[:1], usual=INDEXERS, every=INDEXERS))
 def test_cut_layers_choose_the_keys_of_uncut_ones(
     family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any
@@ -159,6 +164,7 @@ def test_cut_layers_choose_the_keys_of_uncut_ones(
             assert all(torch.equal(again[kind][name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", choose(few=INDEXERS[:1], usual=INDEXERS, every=INDEXERS))
 def test_with_dropout_keys_and_values_of_each_head_are_those_of_the_same_choice(
     family: str, make_further_host: Callable[..., Any], lab_of: Callable[..., Any], batch: Any

@@ -312,6 +312,7 @@ def test_the_server_ends_while_a_session_is_opened(
     assert create not in desk.replies and handlers_of(desk)._openings == {}
 
 
+@pytest.mark.slow
 def test_saves_that_wait_for_the_disk_are_bounded_and_hold_up_no_training(
     desk: Desk, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +327,7 @@ def test_saves_that_wait_for_the_disk_are_bounded_and_hold_up_no_training(
     assert desk.ask(Save, session="a", path=str(desk.root / "saved2")).step == 0
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_numbers_is_no_fault_of_ours_in_the_log(
     desk: Desk, make_batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

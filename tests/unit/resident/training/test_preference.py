@@ -56,6 +56,7 @@ def answer_sums(logprobs: torch.Tensor) -> list[float]:
     return [float(part.double().sum()) for part in (logprobs * WEIGHTS).split(LENGTHS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.1, 0.6])
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
 def test_loss_and_slopes_are_trl_s(logprobs: torch.Tensor, kind: str, beta: float) -> None:

@@ -113,6 +113,7 @@ def test_routes_of_unchanged_weights_give_the_bits_of_live_routing(
     assert plain.metrics == {}
 
 
+@pytest.mark.slow
 def test_after_steps_the_recorded_experts_compute_with_present_weights(lab: Any, batch: TrainingBatch) -> None:
     session = lab.session()
     store, old = recorded(lab, session, batch), routes_of(lab, session, batch)
@@ -236,6 +237,7 @@ def detached_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return top_k
 
 
+@pytest.mark.slow
 def test_tokens_without_routes_are_routed_as_always(lab: Any, batch: TrainingBatch) -> None:
     session = lab.session()
     full = recorded(lab, session, batch)

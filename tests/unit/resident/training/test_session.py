@@ -66,6 +66,7 @@ def test_a_fresh_adapter_begins_as_its_reference(make_lab: Any, pairs: Any, dtyp
     assert any(value.any() for value in session.gradient.values())
 
 
+@pytest.mark.slow
 def test_the_reference_stays_as_it_is_while_the_policy_trains(deepseek_lab: Any, pairs: Any) -> None:
     """The policy begins as the reference, and leaves it: DPO that continues from an adapter."""
     session = deepseek_lab.session()
@@ -91,6 +92,7 @@ def test_the_reference_stays_as_it_is_while_the_policy_trains(deepseek_lab: Any,
     assert not any("reference" in name for name in session.gradient)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_a_reference_beside_it_bit_for_bit(make_lab: Any, make_batch: Any) -> None:
     def losses(with_reference: bool) -> list[float]:
         lab = make_lab()

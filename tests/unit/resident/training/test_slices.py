@@ -144,6 +144,7 @@ def test_layers_below_the_lowest_adapted_one_are_not_recomputed(deepseek_lab: An
     assert len(slices) == 1 + 3 + 3 + 2
 
 
+@pytest.mark.slow
 def test_a_call_that_dies_half_way_leaves_no_gradient(deepseek_lab: Any, batch: Any) -> None:
     session = deepseek_lab.session()
     deepseek_lab.forward_backward(session, batch)
@@ -276,6 +277,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_leaves_no_gradient(deepseek_la
     assert not session.gradient
 
 
+@pytest.mark.slow
 def test_training_leaves_the_base_weights_as_they_are(lab: Any, batch: Any) -> None:
     before = lab.fingerprint()
     session = lab.session()

@@ -85,6 +85,7 @@ def _layer(twin: Any, index: int, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
+@pytest.mark.slow
 def test_bf16_gradients_are_close_to_those_in_float32(make_lab: Any, make_batch: Any, attends_in_float32: bool) -> None:
     batch, gradients = make_batch(33, 17), {}
     for dtype in (torch.float32, BF16):

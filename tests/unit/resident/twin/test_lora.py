@@ -74,6 +74,7 @@ def test_one_session_does_not_change_another_s_result(deepseek_lab: Any, batch: 
     assert torch.equal(deepseek_lab.forward(session, batch).logprobs, alone.logprobs)
 
 
+@pytest.mark.slow
 def test_dropout_on_routed_experts_changes_training_and_nothing_else(lab: Any, batch: Any) -> None:
     session, other = lab.session(["experts"], dropout=0.4), lab.session(["experts"], dropout=0.0)
     assert torch.equal(lab.forward(session, batch).logprobs, lab.forward(other, batch).logprobs)

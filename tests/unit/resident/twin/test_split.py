@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference.cases import CHOICE, choose
+from reference.cases import choose
 from reference.ranks.real_ranks import KINDS, run_ranks
 from reference.resident.configs import CONFIGS
 from reference.resident.split_host import split_host, store_of
@@ -108,7 +108,7 @@ AS_FAMILIES: dict[str, Way] = {  # which train in these ways, too
     "dropout": (torch.bfloat16, None, {"dropout": 0.2}),
 }
 WAYS: dict[str, Way] = {
-    **({} if CHOICE == "few" else AS_FAMILIES),
+    **AS_FAMILIES,
     "int8": (torch.bfloat16, "int8", {}),
     "attention": (torch.bfloat16, None, {"targets": ["attention"], "rank": 3}),
     "experts": (torch.float32, None, {"targets": ["experts"]}),
@@ -116,7 +116,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", choose(few=["int8"], usual=list(WAYS), every=list(WAYS)))
 def test_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batch: Any, way: str) -> None:
     dtype, expert_format, settings = WAYS[way]
     work = steps_of(make_batch, settings, MANY_STEPS if way == "bf16" else STEPS)
@@ -124,6 +124,7 @@ def test_steps_have_the_bits_of_one_process(make_session_lab: Any, make_batch: A
     assert_trained(expected, ranks)
 
 
+@pytest.mark.slow
 def test_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any) -> None:
     """They fetch the columns for backward for each layer. Bf16, dense layers, shared experts and routed ones."""
     work = steps_of(make_batch, {}, STEPS)
@@ -131,6 +132,7 @@ def test_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any
     assert_trained(expected, ranks)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_memory_hold_columns_of_one_layer_at_a_time(make_session_lab: Any, make_batch: Any) -> None:
     batches = [make_batch(20, 11), make_batch(25, 9)]
 
@@ -170,8 +172,7 @@ FAMILIES = (
     *("deepseek_v32", "qwen3_5_moe", "qwen3_next"),
 )
 DTYPES = (torch.float32, torch.bfloat16)
-# Sinks, biases and dropout; latent attention with an indexer; recurrent layers and a gated shared expert.
-FEW_FAMILIES = [("gpt_oss", torch.bfloat16), ("deepseek_v32", torch.float32), ("qwen3_5_moe", torch.float32)]
+FEW_FAMILIES = [("deepseek_v32", torch.float32)]  # latent attention with an indexer
 ONCE = [(family, DTYPES[place % 2]) for place, family in enumerate(FAMILIES)]
 
 
@@ -215,6 +216,7 @@ def assert_trained(expected: Results, ranks: list[Results]) -> None:
 ACTIVATIONS = ["recompute", "retain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2])
 @pytest.mark.parametrize("activations", choose(few=ACTIVATIONS[1:], usual=ACTIVATIONS, every=ACTIVATIONS))
 def test_losses_over_pairs_and_policies(make_session_lab: Any, pairs: Any, num_ranks: int, activations: str) -> None:
@@ -243,6 +245,7 @@ def test_losses_over_pairs_and_policies(make_session_lab: Any, pairs: Any, num_r
         assert_same(expected, found)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_cut_has_the_bits_of_a_whole_one(make_session_lab: Any, make_batch: Any) -> None:
     batch = make_batch(20, 20, 20)
 
@@ -274,6 +277,7 @@ def run_cut(slices: Any, tokens: int) -> None:
         granted = min(max(upcoming.least, tokens), upcoming.size) if upcoming.least else None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_depend_on_the_number_of_ranks(
     make_session_lab: Any, make_batch: Any, tmp_path: Path
 ) -> None:

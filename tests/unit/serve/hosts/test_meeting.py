@@ -125,6 +125,7 @@ def test_a_number_that_is_taken_or_too_high_is_refused_and_the_others_go_on(host
     assert not hosts.leader.shared.failures()
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
     port = free_port()
     leader = Leader(HostPlace(0, 3, "127.0.0.1", port, "x:1"), FACTS, tmp_path, join_s=0.3)
@@ -188,6 +189,7 @@ def test_host_0_that_has_gone_is_named(hosts: Hosts) -> None:
     assert failure.kind == CUT_OFF and failure.why.startswith("host 0 (127.0.0.1) has gone: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["host 1", "host 0"])
 def test_a_host_that_sends_nothing_is_noticed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, silent: str) -> None:
     """A process that is stopped keeps its connections. Its loop stands still here, and the other side's patience is

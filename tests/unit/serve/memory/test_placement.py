@@ -245,6 +245,7 @@ _TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules=st.lists(st.fixed_dictionaries({"match": _TREES, "replace": _TREES}) | _TREES, max_size=3) | st.binary())
 def test_any_file_ends_in_a_placement_or_a_user_error(tmp_path: Path, modules: list[str], rules: object) -> None:

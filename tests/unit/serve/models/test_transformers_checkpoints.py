@@ -140,6 +140,7 @@ def lines(directory: Path, **options: Any) -> str:
     return "\n".join(describe_model(ServeOptions(model=str(directory), **options), model, MemoryPlan("m", ()), {}))
 
 
+@pytest.mark.slow
 def test_the_log_says_what_becomes_of_the_weights(tmp_path: Path) -> None:
     wide = save(PRESETS["olmoe"], tmp_path / "wide", torch.float32)
     line = "weights: attention and dense weights are converted from float32 to bfloat16; routed experts are rounded "

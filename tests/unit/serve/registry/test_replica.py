@@ -303,6 +303,7 @@ def test_each_replica_says_where_a_name_has_not_moved_and_why(member: Make) -> N
     eventually(lambda: two.is_at("bob", 2) and not one.name("bob").not_moved and two.name("bob").problem is None)
 
 
+@pytest.mark.slow
 def test_a_follower_without_room_keeps_its_version_and_follows_when_there_is_room(
     member: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +414,7 @@ def test_clocks_that_are_days_apart_change_nothing(member: Make) -> None:
     assert apart.clock_offset_s == -5 * 86400
 
 
+@pytest.mark.slow
 def test_a_version_that_is_not_on_disk_is_published_when_it_is(member: Make) -> None:
     one, two = member("one"), member("two")
     one.server.not_stored = "No space left on device (tried again)"
@@ -446,6 +448,7 @@ def test_a_state_that_can_not_be_read_makes_a_new_replica_of_the_same_names(memb
     assert one.server.names == two.server.names
 
 
+@pytest.mark.slow
 def test_a_replica_that_stops_signs_off_and_a_silent_one_is_shown(member: Make, root: Path) -> None:
     one, two = member("one"), member("two")
     eventually(lambda: len(one.report.replicas) == 2)

@@ -82,18 +82,20 @@ def test_a_call_that_is_too_large_or_unreadable_fails_in_its_place_at_once(desk:
     async def scenario(desk: Any) -> None:
         model = await desk.model(await desk.session())
         after = await desk.post("optim_step", {"model_id": model, "seq_id": 2})
-        head = ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString()
-        noise = np.random.default_rng(0).bytes(TRAINING_BODY_BYTES)
-        body, headers = {
-            "protobuf": (head + large, {"content_type": "application/x-protobuf"}),
-            "zstd": (zstandard.compress(head + noise), ZSTD),
-            "bomb": (zstandard.compress(head + large), ZSTD),
-            "json": (
-                b'{"forward_backward_input": "' + large + b'", "seq_id": 1, "model_id": "%s"}' % model.encode(),
-                {},
-            ),
-            "nonsense": (b'{"forward_backward_input": 5, "seq_id": 1, "model_id": "%s"}' % model.encode(), {}),
-        }[form]
+        head, identity = ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString(), model.encode()
+        headers: dict[str, Any] = {}
+        match form:
+            case "protobuf":
+                body, headers = head + large, {"content_type": "application/x-protobuf"}
+            case "zstd":
+                noise = np.random.default_rng(0).bytes(TRAINING_BODY_BYTES)
+                body, headers = zstandard.compress(head + noise), ZSTD
+            case "bomb":
+                body, headers = zstandard.compress(head + large), ZSTD
+            case "json":
+                body = b'{"forward_backward_input": "' + large + b'", "seq_id": 1, "model_id": "%s"}' % identity
+            case _:
+                body = b'{"forward_backward_input": 5, "seq_id": 1, "model_id": "%s"}' % identity
         opened = await desk.post("forward_backward", body, **headers)
         failure = await desk.result(opened)
         assert failure["category"] == "user"

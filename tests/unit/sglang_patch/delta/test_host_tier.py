@@ -74,6 +74,7 @@ def test_a_prefix_and_its_state_come_back_from_the_host(served: Engine) -> None:
     assert warm[:2] == cold[:2]
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_state_that_did_not_come_back(served: Engine) -> None:
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
@@ -89,6 +90,7 @@ def test_the_comparison_sees_a_state_that_did_not_come_back(served: Engine) -> N
     assert warm[2]["host"] >= LENGTH and warm[:2] != cold[:2]
 
 
+@pytest.mark.slow
 def test_an_adapter_finds_no_state_of_another_version_in_the_host_tier(served: Engine) -> None:
     tokens = prompt(LENGTH, 29)
     with installed(served, one=lora.random_adapter(served.config, rank=4, alpha=6.0, seed=1)):
@@ -104,6 +106,7 @@ def test_an_adapter_finds_no_state_of_another_version_in_the_host_tier(served: E
         assert again[2]["host"] >= LENGTH
 
 
+@pytest.mark.slow
 def test_slots_of_both_pools_are_free_again(served: Engine) -> None:
     served.clear()
     pool, host = served.scheduler.req_to_token_pool, served.scheduler.tree_cache.host_pool_group

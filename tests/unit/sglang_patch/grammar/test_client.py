@@ -154,6 +154,7 @@ def test_what_is_wrong_is_said_without_the_librarys_paths(compiler: GrammarCompi
     assert ".cc" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_compiling_ends_at_its_processor_time(compiler: GrammarCompiler) -> None:
     change_limits(compiler, compile_cpu_s=0.5)
     with pytest.raises(GrammarError, match=r"took more time or memory than allowed: 0\.5 s of processor time"):
@@ -175,6 +176,7 @@ def test_a_grammar_whose_first_tokens_are_slow_is_refused(compiler: GrammarCompi
         compile_with(compiler, kind, spec)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_becomes_slow_ends_its_requests_and_no_others(
     compiler: GrammarCompiler, tokenizer_info: Any
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_grammar_that_becomes_slow_ends_its_requests_and_no_others(
     assert other.fill_next_token_bitmask(mask, 0)
 
 
+@pytest.mark.slow
 def test_a_cancelled_compilation_ends_at_once(compiler: GrammarCompiler) -> None:
     change_limits(compiler, compile_cpu_s=600.0, compile_wait_s=600.0)
     cancellation, caught = Cancellation(), []
@@ -249,6 +252,7 @@ def test_room_is_made_from_what_is_only_kept(compiler: GrammarCompiler) -> None:
     assert not kept
 
 
+@pytest.mark.slow
 def test_the_vocabularys_process_is_started_again(compiler: GrammarCompiler) -> None:
     first = compiler.compile_regex("a{3}")
     assert compiler.forker.pid is not None
@@ -257,6 +261,7 @@ def test_the_vocabularys_process_is_started_again(compiler: GrammarCompiler) -> 
     assert GrammarMatcher(compiler.compile_regex("b"), max_rollback_tokens=1).accept_token(ord("b"))
 
 
+@pytest.mark.slow
 def test_all_processes_end_when_the_scheduler_is_killed(tokenizer_info: Any) -> None:
     """A fork of this process, which has imported xgrammar, takes the scheduler's part."""
     reading, writing = os.pipe()
@@ -287,6 +292,7 @@ def test_the_process_is_small_since_it_imports_neither_torch_nor_transformers(co
     assert grammar.memory_size_bytes < 32 << 20
 
 
+@pytest.mark.slow
 def test_limits_are_stated_in_the_documents_numbers() -> None:
     limits = grammar_client.GrammarLimits()
     assert (limits.compile_cpu_s, limits.compile_bytes, limits.match_cpu_s) == (5.0, 256 << 20, 0.25)

@@ -78,6 +78,7 @@ def test_masks_tokens_and_ends_are_those_of_rank_0(monkeypatch: pytest.MonkeyPat
     assert rows[2].tolist() != rows[0].tolist() != rows[1].tolist()
 
 
+@pytest.mark.slow
 def test_a_refused_token_a_way_back_and_a_process_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(exchange: Exchange) -> list[str]:
         (grammar,) = grammars(exchange, "ab*")
@@ -139,6 +140,7 @@ def test_requests_leave_the_queue_together_and_in_rank_0s_order(monkeypatch: pyt
     assert first[1] == first[2] == [False, True, False, False, True]
 
 
+@pytest.mark.slow
 def test_followers_find_in_their_cache_what_rank_0_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SimpleNamespace(_init_value_dispatch=lambda key, _: ("made of", key))
 

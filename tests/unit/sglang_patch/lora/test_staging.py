@@ -177,12 +177,14 @@ def test_with_a_budget_ranks_hold_the_same_adapters_whenever_their_threads_give_
             manager.fetch_new_loras({None, *batch})
             made.turn(lambda batch=batch: set(batch))  # type: ignore[misc]
             while not is_held_up and made._emptied:
+                time.sleep(0.001)
                 made.settle()
             seen.append(in_slots(manager))
         gate.set()
         made.budget_bytes, made._present = 0, set()
         made.turn(set)
         while made._emptied:
+            time.sleep(0.001)  # the thread that gives pages back needs this one's lock
             made.settle()
         made.close()
         return seen

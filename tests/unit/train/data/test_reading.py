@@ -130,6 +130,7 @@ def test_names_are_checked_before_the_first_row_is_asked_for(datasets: Any) -> N
         read_datasets(datasets.recipe(), ("d", "e"), datasets.said.append)
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_take_a_moment_and_little_memory(datasets: Any) -> None:
     line = json.dumps({"instruction": "q" * 250, "input": "", "output": "a" * 250})
     path = datasets.directory / "d.jsonl"

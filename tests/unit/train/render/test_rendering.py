@@ -313,6 +313,7 @@ def test_rows_are_rendered_as_they_are_read(make: Make, monkeypatch: pytest.Monk
     assert alive[0] == 2 * CHUNK_ROWS and alive[-1] == 0
 
 
+@pytest.mark.slow
 def test_ten_thousand_short_rows_render_in_seconds_and_little_memory(make: Make) -> None:
     renderer, count = make("qwen3"), choose(few=2_000, usual=10_000, every=10_000)
     rows = (row((user(f"Who keeps the lighthouse of {n}?"), assistant(f"Mara, in {n}."))) for n in range(count))

@@ -17,6 +17,7 @@ HISTORY = [
 ]
 
 
+@pytest.mark.slow
 def test_one_png_for_each_curve(tmp_path: Path) -> None:
     files = plot(tmp_path, HISTORY, lambda line: None)
     names = ["training_loss", "training_eval_loss", "training_rewards_accuracies", "training_eval_a_loss"]

@@ -290,6 +290,7 @@ def test_a_run_that_stops_anywhere_continues_with_the_rewards_of_an_unbroken_one
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_log_has_the_figures_of_every_step(
     resident: CountingResident,
     display: Lines,

@@ -56,6 +56,7 @@ def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, bot
     assert native_step.exceptions() == exceptions
 
 
+@pytest.mark.slow
 @pytest.mark.once_a_family
 def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both) -> None:
     five = {f"a{rank}": adapter(served, rank, rank) for rank in (1, 3, 4, 6, 8)}
@@ -71,6 +72,7 @@ def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both)
     assert any(len(names) > 1 for names in owners.values())
 
 
+@pytest.mark.slow
 @pytest.mark.once_a_family
 def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
     with installed(served, one=adapter(served, 4, 1)):

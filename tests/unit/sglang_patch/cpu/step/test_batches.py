@@ -44,6 +44,7 @@ def router(served: Engine) -> str:
     return family.engine_name(f"{family.router_module(last)}.weight").removeprefix("model.")
 
 
+@pytest.mark.slow
 def test_prompts_of_all_lengths_alone(served: Engine, both: Both) -> None:
     for length in LENGTHS:
         served.run(served.request(f"r{length}", prompt(length, length)))
@@ -495,6 +496,7 @@ def test_what_the_step_leaves_to_sglang(
         computed(model, ids, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", SINGLE_CASES, indirect=True)
 def test_yarns_rotary_table(served: Engine, both: Both) -> None:
     rotary = both.model.layers[0].self_attn.rotary_emb
