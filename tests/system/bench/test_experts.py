@@ -28,7 +28,7 @@ ROW_KEYS |= {"resident_bytes", "weight_bytes"}
 LARGEST_ERRORS = {"bf16": 0.006, "fp8": 0.06, "int8": 0.03, "int4": 0.25}
 # 0.0045, 0.0045, 0.013 and 0.17 measured, with AVX2 as with AVX-512; torch_int_mm: 0.021, and 0.11 with AVX2.
 PEERS_ERRORS = {"torch_loop": 0.02, "torch_grouped": 0.02, "torch_int8pack": 0.06, "torch_int4pack": 0.3}
-PEERS_ERRORS |= {"torch_int_mm": 0.2}
+PEERS_ERRORS |= {"torch_int_mm": 0.3}
 
 
 @pytest.fixture(scope="module")
