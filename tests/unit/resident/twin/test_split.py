@@ -132,7 +132,6 @@ def test_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any
     assert_trained(expected, ranks)
 
 
-@pytest.mark.slow
 def test_ranks_that_share_memory_hold_columns_of_one_layer_at_a_time(make_session_lab: Any, make_batch: Any) -> None:
     batches = [make_batch(20, 11), make_batch(25, 9)]
 
