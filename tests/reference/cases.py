@@ -58,7 +58,7 @@ def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     return sorted(found)
 
 
-MOST_VALUES = 4
+MOST_VALUES = 3
 
 
 def spread(number: int) -> list[int]:
