@@ -300,6 +300,7 @@ def test_what_is_prepared_ahead_is_small_and_of_a_session_that_exists(
     assert not resident._open._of
 
 
+@pytest.mark.slow
 def test_requests_of_a_session_that_arrive_together_keep_their_order(
     make_host: Callable[..., Any], make_batch: Any, tmp_path: Path
 ) -> None:

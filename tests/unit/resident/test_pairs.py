@@ -64,6 +64,7 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(
     print(f"{family}: largest relative error of a gradient {worst:.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bf16_a_shared_prompt_gives_the_same_log_probabilities(
     make_lab: Any, pairs: TrainingBatch, family: str

@@ -150,6 +150,7 @@ def test_a_version_has_the_hash_of_its_tensors_whatever_was_measured_before(
     assert client.publish("a", "bob").version == reply.version
 
 
+@pytest.mark.slow
 def test_a_second_session_starts_from_what_the_first_saved(client: ResidentClient, tmp_path: Path) -> None:
     client.create_session("a", LORA)
     train(client, "a", 2)
@@ -353,6 +354,7 @@ def test_a_request_that_names_another_session_first_is_not_held_up(engine: Engin
     client.finish_forward(long, batch)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done(
     start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_engine_is_told_the_content_of_every_id(desk: Desk) -> None:
     assert all(content_hash(desk.host.installed[lora_id]) == told for lora_id, told in desk.host.versions.items())
 
 
+@pytest.mark.slow
 def test_content_has_one_hash_published_written_read_and_restarted(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:

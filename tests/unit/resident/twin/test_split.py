@@ -171,12 +171,12 @@ FAMILIES = (
     *("deepseek_v32", "qwen3_5_moe", "qwen3_next"),
 )
 DTYPES = (torch.float32, torch.bfloat16)
-FEW_FAMILIES = [("deepseek_v32", torch.float32)]  # latent attention with an indexer
 ONCE = [(family, DTYPES[place % 2]) for place, family in enumerate(FAMILIES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "dtype"), choose(few=FEW_FAMILIES, usual=ONCE, every=list(itertools.product(FAMILIES, DTYPES)))
+    ("family", "dtype"), choose(few=ONCE, usual=ONCE, every=list(itertools.product(FAMILIES, DTYPES)))
 )
 def test_steps_of_other_families(make_session_lab: Any, make_batch: Any, family: str, dtype: torch.dtype) -> None:
     """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once; latent attention, in

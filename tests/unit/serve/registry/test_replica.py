@@ -325,6 +325,7 @@ def test_a_follower_without_room_keeps_its_version_and_follows_when_there_is_roo
     assert two.server.names == {"bob": second}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut off", "gone"])
 def test_a_damaged_file_is_not_served_and_is_taken_when_it_is_whole(member: Make, root: Path, damage: str) -> None:
     one, two = member("one"), member("two", starts=False)
