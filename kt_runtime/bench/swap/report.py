@@ -15,7 +15,18 @@ NARROW = 110  # columns, if the output is no terminal
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
     facts = result["swap"]
-    headings = ("MB", "published", "first token", "unloaded", "step", "stall", "median", "control", "median", "stolen")
+    headings = (
+        "MB",
+        "published",
+        "first token",
+        "unloaded",
+        "step",
+        "stall",
+        "median",
+        "control",
+        "its median",
+        "stolen",
+    )
     table = Table(
         "adapter",
         *(Column(heading, justify="right") for heading in headings),

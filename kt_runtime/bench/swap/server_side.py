@@ -44,10 +44,11 @@ def stolen_ms() -> float | None:
 
 @dataclass
 class _Round:
-    """`calls`: when each began and ended. `stolen_ms`: before the round. `is_control`: nothing is published in it."""
+    """`calls`: when each began and ended. `stolen_before_ms`: since the machine started, at the round's begin.
+    `is_control`: nothing is published in it."""
 
     is_control: bool
-    stolen_ms: float | None
+    stolen_before_ms: float | None
     calls: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -66,10 +67,10 @@ class _Measured:
         began = [each.calls[0][0] for each in self.rounds]
         return [[times] for times in zip(began, [*began[1:], ended], strict=True)]
 
-    def stolen_ms(self, *, is_control: bool) -> float | None:
-        """In all rounds of a kind, the last of which has just ended."""
+    def stolen_in_rounds_ms(self, *, is_control: bool) -> float | None:
+        """In all rounds of a kind. The last round has just ended."""
         kinds = [each.is_control for each in self.rounds]
-        counted = [*(each.stolen_ms for each in self.rounds), stolen_ms()]
+        counted = [*(each.stolen_before_ms for each in self.rounds), stolen_ms()]
         known = [each for each in counted if each is not None]
         if is_control not in kinds or len(known) < len(counted):
             return None
@@ -205,8 +206,8 @@ class SwapBench:
             measured = _Measured(streams, count)
             yield measured
             ended = now()
-            found.stolen_ms = measured.stolen_ms(is_control=False)
-            found.control_stolen_ms = measured.stolen_ms(is_control=True)
+            found.stolen_ms = measured.stolen_in_rounds_ms(is_control=False)
+            found.control_stolen_ms = measured.stolen_in_rounds_ms(is_control=True)
             measured.settle()  # the gaps at the end are over, too
             spans = measured.whole_rounds(ended) if whole else [each.calls for each in measured.rounds]
             for each, times in zip(measured.rounds, spans, strict=True):
