@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from reference.server import changed_processes
+from reference.server.anonymous_memory import anonymous_bytes
 from system import forked_server
 from system.conftest import Served
 
@@ -74,13 +75,6 @@ def use_of(served: Served) -> Use:
     sockets = sum(is_socket(Path(f"/proc/{one.pid}/fd/{name}")) for one in processes for name in fds(one.pid))
     allocated = changed_processes.counted_memory(served.model_directory.parent, functools.partial(wait, served))
     return Use(anonymous, resident, sum(allocated.values()), files, sockets, threads)
-
-
-def anonymous_bytes(pid: int) -> int:
-    """In memory or swapped out (proc_pid_smaps(5))."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    sizes = {words[0]: int(words[1]) for words in map(str.split, lines) if words[-1] == "kB"}
-    return (sizes["Anonymous:"] + sizes["Swap:"]) * 1024
 
 
 def fds(pid: int) -> list[str]:
