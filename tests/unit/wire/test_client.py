@@ -355,10 +355,13 @@ class Forwarder:
                     self._start(self._copy, *pair)
 
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        """A peer that closes without having read all resets the connection: that ends the other one, too."""
         with contextlib.suppress(OSError):
-            while received := source.recv(65536):
-                target.sendall(received)
-            target.shutdown(socket.SHUT_RDWR)
+            try:
+                while received := source.recv(65536):
+                    target.sendall(received)
+            finally:
+                target.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """After the client has closed: the copying threads then end."""
