@@ -10,7 +10,7 @@ control of the same length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,12 +20,16 @@ FIRST_CYCLES = 100
 ALLOWED_MS = 10.0
 CONTROL = "control"
 """The row in which nothing is published."""
+PHASES = ("publishing", "first_token", "unloading")
+"""Of a load's round: until the name has moved and each stream has got a token, until the adapter is unloaded, and the
+rest. A large adapter's first token takes a prompt and a step that are longer than the base's."""
 
 
 @dataclass
 class Swap:
     """One case: `quiet`, `during`, `control`: gaps in milliseconds between the tokens of `streams` streams; `during`
-    those of each round, `control` those of as long a time in which nothing was published. `publish_ms`: from the
+    those of each round, `control` those of as long a time in which nothing was published. `phases`: those of each round
+    by phase, of a load. `publish_ms`: from the
     request to the moved name. `first_token_ms`: from the request (of a session: from the end of the optimizer step) to
     the first token of the new version. `unload_ms`: of the request that unloads the name. `stolen_ms`,
     `control_stolen_ms`: how long the machine's host kept the processors from running during the rounds and the
@@ -43,6 +47,7 @@ class Swap:
     first_token_ms: list[float] = field(default_factory=list)
     unload_ms: list[float] = field(default_factory=list)
     control: list[list[float]] = field(default_factory=list)
+    phases: dict[str, list[list[float]]] = field(default_factory=dict)
     stolen_ms: float | None = None
     control_stolen_ms: float | None = None
 
@@ -63,9 +68,17 @@ def row_of(swap: Swap) -> dict[str, Any]:
         "quiet_stall_ms": max(0.0, max(swap.quiet) - step),
         "control_stall_ms": max(0.0, max(control) - step) if control else None,
         "control_median_stall_ms": max(0.0, median(control) - step) if control else None,
+        **{f"{name}_{key}": value for name in PHASES for key, value in _stalls(swap.phases.get(name, []), step)},
         "stolen_ms": swap.stolen_ms,
         "control_stolen_ms": swap.control_stolen_ms,
     }
+
+
+def _stalls(rounds: Sequence[Sequence[float]], step: float) -> Iterator[tuple[str, float | None]]:
+    """Of one phase."""
+    longest = [max(gaps) for gaps in rounds if gaps]
+    yield "stall_ms", max(0.0, max(longest) - step) if longest else None
+    yield "median_stall_ms", max(0.0, median(longest) - step) if longest else None
 
 
 def result_of(rows: Sequence[dict[str, Any]], rss_bytes: Sequence[int], streams_failed: int) -> dict[str, Any]:

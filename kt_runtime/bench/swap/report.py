@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from kt_runtime.bench.swap.figures import ALLOWED_MS
+from kt_runtime.bench.swap.figures import ALLOWED_MS, PHASES
 from kt_runtime.cli.console import console_of_width
 
-NARROW = 110  # columns, if the output is no terminal
+NARROW = 130  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -25,6 +25,7 @@ def print_report(result: dict[str, Any]) -> None:
         "median",
         "control",
         "its median",
+        *(f"stall, {phase.replace('_', ' ')}" for phase in PHASES),
         "stolen",
     )
     table = Table(
@@ -35,7 +36,8 @@ def print_report(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         name = f"{row['what']}: rank {row['rank']}, {row['targets']}, beside {row['streams']} streams"
         keys = ["publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms"]
-        keys += ["control_stall_ms", "control_median_stall_ms", "stolen_ms"]
+        keys += ["control_stall_ms", "control_median_stall_ms"]
+        keys += [*(f"{phase}_stall_ms" for phase in PHASES), "stolen_ms"]
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kt_runtime.bench.swap.figures import CONTROL, Swap, row_of
+from kt_runtime.bench.swap.figures import CONTROL, PHASES, Swap, row_of
 from kt_runtime.bench.swap.files import write_adapter
 from kt_runtime.bench.swap.plan import TARGETS, Plan, Size, rank_bytes, smallest
 from kt_runtime.bench.swap.streams import FIRST_TOKEN, Streams, now
@@ -182,8 +182,9 @@ class SwapBench:
                 began = now()
                 measured.begin_round()
                 measured(lambda: self._publish_file(path), found.publish_ms)
-                measured(self._first_token)
-                found.first_token_ms.append(1e3 * (now() - began))
+                measured.settle()  # the gap in which the name moved is over, and contains no prompt
+                measured(self._first_token, found.first_token_ms)
+                found.first_token_ms[-1] += found.publish_ms[-1]
                 time.sleep(SETTLE_SECONDS)
                 measured(self._unload, found.unload_ms)
                 time.sleep(SETTLE_SECONDS)
@@ -213,6 +214,10 @@ class SwapBench:
             for each, times in zip(measured.rounds, spans, strict=True):
                 gaps = [gap for since, until in times for gap in streams.gaps_ms(since, until)]
                 (found.control if each.is_control else found.during).append(gaps)
+                if len(each.calls) == len(PHASES):
+                    begins = [*(began for began, _ in each.calls), times[-1][1]]
+                    for name, span in zip(PHASES, pairwise(begins), strict=True):
+                        found.phases.setdefault(name, []).append(streams.ended_gaps_ms(*span))
             time.sleep(SETTLE_SECONDS)
             found.quiet += self._quiet(streams, count)
         self.failures += streams.failures
@@ -249,6 +254,8 @@ class SwapBench:
         stalls = f"{row['stall_ms']:.0f} ms, median {row['median_stall_ms']:.0f}, quiet {row['quiet_stall_ms']:.0f}"
         if row["control_stall_ms"] is not None:
             stalls += f", control {row['control_stall_ms']:.0f}, median {row['control_median_stall_ms']:.0f}"
+            of_phases = ((each, row[f"{each}_stall_ms"], row[f"{each}_median_stall_ms"]) for each in PHASES)
+            stalls += "".join(f", {name} {longest:.0f}, median {usual:.0f}" for name, longest, usual in of_phases)
         stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
         self._say(
             f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}{stolen}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from types import TracebackType
 
@@ -53,12 +54,16 @@ class Streams:
         self._loop.close()
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
-        """Between two tokens of a stream, of gaps that end between the two times (performance counter)."""
-        gaps = []
+        """Between two tokens of a stream, of gaps that overlap the time (performance counter)."""
+        return [1e3 * (b - a) for a, b in self._gaps() if b >= since and a <= until]
+
+    def ended_gaps_ms(self, since: float, until: float) -> list[float]:
+        """As `gaps_ms`, of gaps that end in the time: none belongs to two times."""
+        return [1e3 * (b - a) for a, b in self._gaps() if since < b <= until]
+
+    def _gaps(self) -> Iterator[tuple[float, float]]:
         for request in list(self._requests):
-            times = [at for at, _ in list(request.events)]
-            gaps += [1e3 * (b - a) for a, b in pairwise(times) if b >= since and a <= until]
-        return gaps
+            yield from pairwise([at for at, _ in list(request.events)])
 
     def wait_for_gaps_ms(self, since: float, count: int) -> list[float]:
         """The gaps from `since` on, as soon as there are `count` of them. Raises RuntimeFault if there are none in

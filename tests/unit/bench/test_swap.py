@@ -89,6 +89,15 @@ def test_a_control_is_judged_as_the_rounds_are() -> None:
     assert row_of(swap("session", None, [20.0], [19.0]))["control_stall_ms"] is None
 
 
+def test_a_round_has_a_stall_in_each_of_its_phases() -> None:
+    found = swap("load", "10MB", [20.0, 22.0, 30.0], [47.0])
+    found.phases = {"publishing": [[23.0, 20.0], [26.0], []], "first_token": [[50.0], [30.0], [20.0]]}
+    row = row_of(found)
+    assert (row["publishing_stall_ms"], row["publishing_median_stall_ms"]) == (4, 2.5)
+    assert (row["first_token_stall_ms"], row["first_token_median_stall_ms"]) == (28, 8)
+    assert row["unloading_stall_ms"] is row["unloading_median_stall_ms"] is None
+
+
 def test_stolen_time_is_the_mean_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_side.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(server_side.psutil, "cpu_times", lambda: SimpleNamespace(steal=2.0))
@@ -121,6 +130,8 @@ def test_gaps_are_those_of_single_requests_that_overlap_the_time() -> None:
     streams._requests = [Stream([(1.0, 1), (1.5, 2), (3.0, 4)]), Stream([(9.0, 1), (9.1, 2)])]
     assert streams.gaps_ms(2.0, 9.0) == pytest.approx([1500.0, 100.0], rel=3e-14)  # 3.6e-15
     assert streams.gaps_ms(0.0, 0.5) == []
+    assert streams.ended_gaps_ms(1.0, 1.5) + streams.ended_gaps_ms(1.5, 3.0) == streams.gaps_ms(1.0, 3.0)
+    assert streams.ended_gaps_ms(2.0, 9.0) == pytest.approx([1500.0], rel=3e-14)
     streams._loop.close()
 
 
