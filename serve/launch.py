@@ -146,10 +146,10 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
                 say(note)
         from kt_runtime.serve.hosts.gathering import gathered  # imports torch
 
-        ranks = held.enter_context(gathered(options, place, model, adapters, say))
-        registry = joining(options, model.name, model.config, adapters, say) if has_http else None
         jobs = options.finetuning_dir if has_http else OFF
         finetuning = held.enter_context(claimed_finetuning(jobs, adapters, say))
+        ranks = held.enter_context(gathered(options, place, model, adapters, say, finetuning))
+        registry = joining(options, model.name, model.config, adapters, say) if has_http else None
         settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts, ranks.address)
         os.environ.update(settings.to_environment())
         os.environ[RANKS_MEET] = ranks.environment.pop(RANKS_MEET)

@@ -114,7 +114,12 @@ class Follower:
                     say(f"connected with {self.leader}; waiting until all {self._place.count} hosts are there")
                     seen = (self._adapters / Path(asked.adapter_file).name).exists()
                     await stream.send(
-                        Answer(time_s=self._clock(), has_adapter_file=seen, adapter_directory=str(self._adapters))
+                        Answer(
+                            time_s=self._clock(),
+                            has_adapter_file=seen,
+                            adapter_directory=str(self._adapters),
+                            has_job_file=asked.job_file is None or Path(asked.job_file).exists(),
+                        )
                     )
                 case Agreed() as agreed:
                     self.own_address = stream.own

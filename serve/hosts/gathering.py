@@ -69,8 +69,10 @@ def gathered(
     model: ResolvedModel,
     adapters: Path,
     say: Callable[[str], None],
+    jobs: Path | None = None,
 ) -> Iterator[Gathered]:
-    """For as long as the server runs. `options`: as the memory plan has completed them.
+    """For as long as the server runs. `options`: as the memory plan has completed them. `adapters`, `jobs`: directories
+    that all hosts must see.
 
     An error in the block ends all hosts. Raises InvalidValueError, on all hosts, where they differ.
     """
@@ -79,7 +81,10 @@ def gathered(
             yield _of_one_host(options.tp_size, held)
             return
         facts, first_rank = facts_of(options, model), place.number * options.tp_size // place.count
-        found = _leader(place, facts, adapters, say) if place.number == 0 else _follower(place, facts, adapters, say)
+        if place.number == 0:
+            found = _leader(place, facts, adapters, jobs, say)
+        else:
+            found = _follower(place, facts, adapters, say)
         connection = found.leader or found.follower
         assert connection is not None
         reports = CAUSE_SECONDS if found.leader is not None else 0.0  # host 0 waits for all reports
@@ -109,8 +114,10 @@ def _of_one_host(num_ranks: int, held: contextlib.ExitStack) -> Gathered:
     return Gathered(environment, RankWatch(), _store=store)
 
 
-def _leader(place: HostPlace, facts: dict[str, str], adapters: Path, say: Callable[[str], None]) -> Gathered:
-    leader = Leader(place, facts, adapters)
+def _leader(
+    place: HostPlace, facts: dict[str, str], adapters: Path, jobs: Path | None, say: Callable[[str], None]
+) -> Gathered:
+    leader = Leader(place, facts, adapters, jobs=jobs)
     agreed = leader.meet(say)
     assert leader.store is not None
     leader.leaving = lambda: os.kill(os.getpid(), signal.SIGTERM)

@@ -41,7 +41,7 @@ from kt_runtime.serve.hosts.place import HostPlace, listening
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FILE = ".hosts-"
+SEEN_FILE = ".hosts-"
 """Begins the name of the file by which other hosts recognise host 0's --adapter-dir."""
 USER_MISTAKE = 2
 
@@ -66,7 +66,8 @@ class _Other:
 
 
 class Leader:
-    """`facts`: of this host. `adapters`: the directory of adapters, which other hosts must see too.
+    """`facts`: of this host. `adapters`: the directory of adapters, which other hosts must see too. `jobs`: that of
+    fine-tuning jobs, which they must see at the same path: each rank reads the checkpoint of a job that goes on.
 
     `leaving`: called, in the thread of the connections, when another host was asked to end.
     """
@@ -78,12 +79,16 @@ class Leader:
         adapters: Path,
         clock: Callable[[], float] = time.time,
         join_s: float = JOIN_SECONDS,
+        jobs: Path | None = None,
     ) -> None:
         self.shared = Shared()
         self.store: socket.socket | None = None
         self.leaving: Callable[[], None] = lambda: None
         self._place, self._facts, self._clock, self._join_s = place, facts, clock, join_s
-        self._adapter_file = adapters / f"{ADAPTER_FILE}{secrets.token_hex(8)}"
+        self._adapter_file = adapters / f"{SEEN_FILE}{secrets.token_hex(8)}"
+        self._job_file: Path | None = None
+        if jobs is not None and not jobs.resolve().is_relative_to(adapters.resolve()):
+            self._job_file = jobs / self._adapter_file.name
         self._others: dict[int, _Other] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,14 +99,18 @@ class Leader:
         """Waits until all hosts are there and equal. Raises InvalidValueError, on all of them, where they differ;
         RequestTimeoutError if one does not come."""
         try:
-            with self._adapter_file.open("wb"):
-                pass
+            for file in self._seen_files():
+                file.touch()
             return self._loop.call(self._meet(say))
         except KtError as error:
             self.end([str(error)], error.exit_status)
             raise
         finally:
-            self._adapter_file.unlink(missing_ok=True)
+            for file in self._seen_files():
+                file.unlink(missing_ok=True)
+
+    def _seen_files(self) -> list[Path]:
+        return [self._adapter_file, *([] if self._job_file is None else [self._job_file])]
 
     def remote_looks(self) -> list[tuple[str, ProcessLook]]:
         """The ranks of other hosts, as these said within the last seconds, each with its host's name."""
@@ -161,6 +170,12 @@ class Leader:
                     f"--adapter-dir: host 0 has {self._adapter_file.parent}, {other.name} has "
                     f"{other.answer.adapter_directory}, which is another directory; hosts share one, as over NFS"
                 )
+            if not other.answer.has_job_file:
+                assert self._job_file is not None
+                problems.append(
+                    f"--finetuning-dir: host 0 has {self._job_file.parent}, which {other.name} does not see; hosts "
+                    "share one at the same path, or leave the option out: the jobs are in --adapter-dir then"
+                )
         return problems
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +191,8 @@ class Leader:
                 return
             other = self._others[hello.number] = _Other(hello, stream, heard_at=time.monotonic())
             asked_s = self._clock()
-            await stream.send(Ask(adapter_file=self._adapter_file.name))
+            job_file = None if self._job_file is None else str(self._job_file)
+            await stream.send(Ask(adapter_file=self._adapter_file.name, job_file=job_file))
             while True:
                 message = await stream.receive()
                 other.heard_at = time.monotonic()

@@ -27,9 +27,11 @@ class Hello(msgspec.Struct, tag="hello", kw_only=True):
 
 
 class Ask(msgspec.Struct, tag="ask", kw_only=True):
-    """From host 0: what does your clock say, and is a file of this name in your --adapter-dir?"""
+    """From host 0: what does your clock say, is a file of this name in your --adapter-dir, and this path a file?
+    `job_file`: in --finetuning-dir; None: there is none, or it lies in --adapter-dir."""
 
     adapter_file: str
+    job_file: str | None = None
 
 
 class Answer(msgspec.Struct, tag="answer", kw_only=True):
@@ -38,6 +40,7 @@ class Answer(msgspec.Struct, tag="answer", kw_only=True):
     time_s: float
     has_adapter_file: bool
     adapter_directory: str
+    has_job_file: bool = True
 
 
 class Agreed(msgspec.Struct, tag="agreed", kw_only=True):

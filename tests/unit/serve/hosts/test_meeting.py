@@ -29,9 +29,9 @@ FACTS = {"kt-runtime": "1", "weights": "ab"}
 class Hosts:
     """`count` hosts at one port; `adapters` is the directory of all."""
 
-    def __init__(self, adapters: Path, count: int = 2) -> None:
+    def __init__(self, adapters: Path, count: int = 2, jobs: Path | None = None) -> None:
         self.adapters, self.count, self.port = adapters, count, free_port()
-        self.leader = Leader(self.place(0), FACTS, adapters)
+        self.leader = Leader(self.place(0), FACTS, adapters, jobs=jobs)
         self.said: list[str] = []
         self.followers: list[Follower] = []
 
@@ -114,6 +114,30 @@ def test_another_directory_of_adapters_is_refused_everywhere(hosts: Hosts, tmp_p
     for error in hosts.meet(hosts.follower(adapters=elsewhere)):
         assert isinstance(error, InvalidValueError)
         assert f"--adapter-dir: host 0 has {tmp_path}, host 1 (127.0.0.1) has {elsewhere}" in str(error)
+
+
+@pytest.mark.parametrize("place", ["shared", "in the adapters' directory", "of host 0"])
+def test_a_directory_of_jobs_that_another_host_does_not_see_is_refused_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Both hosts are on this machine. Host 1 looks at other paths where it has another disk."""
+    (adapters := tmp_path / "adapters").mkdir()
+    (jobs := adapters / "jobs" if place == "in the adapters' directory" else tmp_path / "jobs").mkdir()
+    if place != "shared":
+        on_disk = followers.Path
+        monkeypatch.setattr(followers, "Path", lambda path: on_disk(str(path).replace(str(jobs), "/of-host-1")))
+    hosts = Hosts(adapters, jobs=jobs)
+    try:
+        for found in hosts.meet(hosts.follower()):
+            if place == "of host 0":
+                assert isinstance(found, InvalidValueError)
+                said = f"--finetuning-dir: host 0 has {jobs}, which host 1 (127.0.0.1) does not see"
+                assert said in str(found)
+            else:
+                assert not isinstance(found, BaseException), found
+    finally:
+        hosts.close()
+    assert list(jobs.iterdir()) == []
 
 
 def test_a_number_that_is_taken_or_too_high_is_refused_and_the_others_go_on(hosts: Hosts) -> None:
