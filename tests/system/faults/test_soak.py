@@ -33,7 +33,7 @@ TOKENS = 12
 # Since the warm-up. Of anonymous memory, all processes together, 6.7 MB were measured in 100,000 requests, and of
 # malloc's 1.3 MB, with a prefix cache of 8,192 tokens: the heaps grow by gaps and by what is alive at once. For each of
 # LEAKED requests LEAK_BYTES stay.
-GROWTH_BYTES, ALLOCATED_BYTES = 12 << 20, 4 << 20
+GROWTH_BYTES, ALLOCATED_BYTES = 4 << 20, 4 << 20
 LEAKED = 250
 SETTLING_SECONDS = 60.0
 

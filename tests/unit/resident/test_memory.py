@@ -61,6 +61,42 @@ def test_a_rank_gives_back_the_holes_between_its_tensors() -> None:
     assert given_back > 40 << 20  # of 50
 
 
+RESERVED = """
+import sys
+from pathlib import Path
+from kt_runtime.resident.memory import reserve
+MIB = 1 << 20
+
+def anonymous():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+def used():
+    before = anonymous()
+    objects = [b"%400d" % number for number in range(3 * MIB // 448)]
+    return anonymous() - before
+
+if "reserve" in sys.argv:
+    before = anonymous()
+    reserve(4 * MIB)
+    print(anonymous() - before)
+print(used(), used())
+"""
+
+
+def grown(*arguments: str) -> list[int]:
+    command = [sys.executable, "-P", "-c", RESERVED, *arguments]
+    return [int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+@pytest.mark.slow
+def test_what_is_reserved_is_used_again_and_again() -> None:
+    taken, first, second = grown("reserve")
+    assert 4 << 20 < taken < 5 << 20
+    assert max(first, second) < 1 << 16  # 8 KiB measured
+    assert grown()[0] > 2 << 20  # without it
+
+
 def test_what_a_rank_keeps_grows_with_its_share() -> None:
     assert [FreedMemory(size).most_bytes for size in (0, 256 << 30, 1 << 50)] == [4 << 20, 1 << 30, 1 << 30]
     assert FreedMemory(8 << 30).most_bytes == 32 << 20

@@ -37,6 +37,21 @@ print(garbage() is None, calls, gc.get_freeze_count() > 1000)
     assert told(code) == "True [('Scheduler', (700, 10, 5))] True"
 
 
+def test_the_first_freeze_of_a_process_reserves_memory_for_small_objects() -> None:
+    code = """
+import os
+from kt_runtime.resident import memory
+counts = [len(memory._reserved)]
+for _ in range(2):
+    freezes(original, "Scheduler")
+    counts.append(len(memory._reserved))
+if os.fork() == 0:
+    freezes(original, "Scheduler")
+    print(counts[0] == 0 < counts[1] == counts[2] < len(memory._reserved))
+"""
+    assert told(code) == "True"
+
+
 def test_what_is_alive_at_repeated_freezes_is_collected_once_it_is_garbage() -> None:
     code = """
 freezes(original, "Scheduler")
