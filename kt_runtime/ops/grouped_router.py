@@ -39,7 +39,7 @@ class _GroupedTopK(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, ids = ctx.saved_tensors
         routing, ids, by_chosen = ctx.routing, ids.long(), grads[0] * ctx.routing.scaling
-        scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
+        scores = _sigmoid(logits) if routing.is_sigmoid else logits.softmax(-1)
         chosen = scores.gather(-1, ids)
         if routing.normalises:
             total = chosen.sum(-1, keepdim=True) + SUM_EPSILON
@@ -50,6 +50,12 @@ class _GroupedTopK(torch.autograd.Function):
             return by_scores.mul_(scores).mul_(1 - scores), None, None, None
         mean = torch.linalg.vecdot(by_scores, scores).unsqueeze(-1)
         return by_scores.sub_(mean).mul_(scores), None, None, None
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """An element's bits do not depend on the other elements. Those of `torch.sigmoid` do: its code for whole vectors
+    differs from its code for the elements behind the last one of a thread."""
+    return (-x).exp_().add_(1).reciprocal_()
 
 
 def grouped_top_k(

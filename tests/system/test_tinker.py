@@ -117,7 +117,7 @@ def test_on_policy_k3_is_zero_and_after_a_step_it_is_not(client: Any, loss: str)
     assert metrics["kl/k3:sum"] == metrics["kl/k1:sum"] == metrics["clip_fraction:mean"] == 0
     assert metrics["counted:sum"] == answered > 16
     model.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
-    assert model.forward(data, loss, config).result().metrics["kl/k3:mean"] > 1e-4
+    assert model.forward(data, loss, config).result().metrics["kl/k3:mean"] > 0.12  # 1.2 to 2.0 measured
 
 
 def test_a_client_asks_for_routing_replay_in_the_loss_s_settings(client: Any) -> None:
@@ -151,6 +151,8 @@ def test_a_sampler_keeps_its_weights_while_training_goes_on(client: Any) -> None
         trained(model, [datum(drawn(1))], steps=1)
         samplers.append(model.save_weights_and_get_sampling_client())
         before.append(samplers[-1].compute_logprobs(prompt).result())
+        trains = model.forward([datum(drawn(5))], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+        assert before[-1][1:] == trains.to_torch().tolist()  # of this step, not of an earlier one
     assert before[0] != before[1] != before[2]
     assert [sampler.compute_logprobs(prompt).result() for sampler in samplers] == before
 
@@ -174,7 +176,7 @@ def test_a_preference_loss_of_the_clients_own_trains(client: Any) -> None:
         metrics.append(model.forward_backward_custom(pairs, dpo).result().metrics)
         model.optim_step(tinker.AdamParams(learning_rate=2e-3)).result()
     assert metrics[0]["margin"] == 0 and metrics[0]["loss:sum"] == np.float32(np.log(2))
-    assert metrics[-1]["margin"] > 0.1 and metrics[-1]["loss:sum"] < metrics[0]["loss:sum"]
+    assert metrics[-1]["margin"] > 1 and metrics[-1]["loss:sum"] < metrics[0]["loss:sum"]  # 9.0 measured
 
 
 def test_a_run_resumes_exactly_from_its_state(client: Any, rest: Any) -> None:

@@ -51,7 +51,8 @@ def test_both_sides_fine_tune_the_same_model_on_the_same_tokens(result: dict[str
         ours, theirs = row["losses"], row["hf_peft_losses"]
         assert ours[0] == pytest.approx(theirs[0], rel=9e-7)  # 9.9e-8 measured
         assert ours[-1] < ours[0] and theirs[-1] < theirs[0]
-        assert ours[-1] == pytest.approx(theirs[-1], rel=8e-4)  # 8.1e-5 measured
+        # 8.1e-5 measured with AMX, AVX2 and portably: the adapters' first A differ. A learning rate 5 % larger: 5.7e-4.
+        assert ours[-1] == pytest.approx(theirs[-1], rel=2.5e-4)
 
 
 def test_the_settings_are_said(result: dict[str, Any]) -> None:

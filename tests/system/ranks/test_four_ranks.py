@@ -74,13 +74,18 @@ def test_each_answer_is_one_versions_while_versions_are_published_on_two_ranks(d
         base = ask(api, PROMPT)
         client.create_session("live", LoraSettings(rank=4, alpha=8.0, targets=["all"], seed=5))
         versions: list[Answer] = []
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool, contextlib.ExitStack() as failing:
+            failing.callback(ended.set)  # the pool waits for its clients
             clients = []
             for version in range(NUM_VERSIONS):
                 client.forward_backward("live", batch)
                 client.optim_step("live", 0.05)
                 client.publish("live", "live")
                 versions.append(ask(api, PROMPT, "live"))
+                tokens, served = versions[-1]
+                whole = [*PROMPT, *tokens]
+                trains = client.forward("live", Batch.from_sequences([whole[:-1]], [whole[1:]])).logprobs[0]
+                assert trains.tolist() == served  # every rank serves this step
                 assert ask(api, PROMPT) == base
                 if version == 0:
                     clients = [pool.submit(use_the_name, api) for _ in range(NUM_CLIENTS)]

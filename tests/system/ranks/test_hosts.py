@@ -218,7 +218,7 @@ def test_the_link_carries_little_more_than_what_the_sharding_needs(
         end_by("link down", hosts, ends)
     ratio = sum(of_ends) / (2 * needed)
     print(f"bytes of a token: on the link {of_ends}, needed {needed:.0f}, ratio {ratio:.3f}")
-    assert 1 < ratio <= 1.2
+    assert 1 < ratio <= 1.2  # 1.07 measured
 
 
 def test_a_rank_that_is_stopped_while_it_loads_ends_all_hosts(

@@ -186,4 +186,4 @@ def test_sums_in_another_order_would_be_noticed(model: Model, monkeypatch: pytes
     trainer = Trainer(model.engine, model.adapters)
     monkeypatch.setattr(loss_slices, "log_softmax", in_another_order)
     found = agreement(traffic, trainer.logprobs(traffic.rows(), max_tokens=77))
-    assert 0 < found.largest < 5e-6  # 5.4e-7 measured
+    assert 0 < found.largest < 5e-6  # 5.4e-7 measured with AMX, 9.5e-7 with all others

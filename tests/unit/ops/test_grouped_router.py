@@ -133,6 +133,20 @@ def test_weights_of_given_experts_and_their_gradient_are_the_formulas_in_float64
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)  # 2.3e-7 measured
 
 
+@pytest.mark.parametrize("is_sigmoid", [True, False])
+def test_a_token_s_gradient_does_not_depend_on_the_other_tokens(is_sigmoid: bool) -> None:
+    """With 12 experts, which are not a whole number of PyTorch's vectors."""
+    routing = GroupedRouting(groups=4, top_groups=2, top_k=3, is_sigmoid=is_sigmoid, normalises=is_sigmoid, scaling=2.5)
+    logits, by_weights = 3 * drawn(40, 12, seed=10), drawn(40, 3, seed=11)
+
+    def gradient(tokens: slice) -> torch.Tensor:
+        leaf = logits[tokens].clone().requires_grad_()
+        return torch.autograd.grad(grouped_top_k(leaf, None, routing)[0], leaf, by_weights[tokens])[0]
+
+    whole = gradient(slice(40))
+    assert all(torch.equal(gradient(slice(token, token + 1))[0], whole[token]) for token in range(40))
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_nan_gives_valid_experts_and_stays_in_its_token(routing: GroupedRouting) -> None:
     logits, bias = drawn(6, EXPERTS, seed=6), drawn(EXPERTS, seed=7) if routing.is_sigmoid else None
