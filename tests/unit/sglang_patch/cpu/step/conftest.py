@@ -19,8 +19,10 @@ from reference.instruction_sets import instruction_sets
 from reference.resident.native_step import CASES, SINGLE_CASES, Both
 from reference.resident.scheduler import Engine, engine
 
+from kt_runtime.experts import dense
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
 HERE = Path(__file__).parent
@@ -101,7 +103,11 @@ def engines(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module", params=CASES)
 def served(request: pytest.FixtureRequest, engines: Engines) -> Engine:
-    return engines.of(request.param)
+    started = engines.of(request.param)
+    *_, store = (CASES | SINGLE_CASES)[request.param]
+    assert dense._native is not None and dense._native.isa == expert_store().isa
+    assert store.get("isa") in (None, expert_store().isa)
+    return started
 
 
 @pytest.fixture
