@@ -1,6 +1,6 @@
-"""The one reference for routed experts: plain loops over tokens, float64, autograd does the backward.
+"""The one reference for routed experts: plain loops over experts, float64, autograd does the backward.
 
-T tokens, K experts per token, H hidden, I intermediate, E experts, R rank. Nothing here is fast.
+T tokens, K experts per token, H hidden, I intermediate, E experts, R rank.
 """
 
 from __future__ import annotations
@@ -59,33 +59,40 @@ def routed_experts(
     *,
     slots: Sequence[Lora | None] = (),
     token_slots: Tensor | None = None,
-    mask: Mask = lambda *_: 1.0,
+    mask: Mask | None = None,
 ) -> Tensor:
     """sum over k of weights[t, k] * expert(ids[t, k], x[t]), in float64; ids of -1 contribute nothing.
 
     Arguments may be of any floating type and are widened; gradients flow to those that require them. `mask`: what the
     input of A is multiplied with.
     """
-    wide = experts.double()
-    rows = []
-    for t in range(x.shape[0]):
-        slot = -1 if token_slots is None else int(token_slots[t])
-        lora = slots[slot] if slot >= 0 else None
-        total = x[t].double() * 0.0  # part of the graph even where nothing is routed
-        for k in range(ids.shape[1]):
-            expert = int(ids[t, k])
-            if expert >= 0:
-                of_token = partial(mask, slot, t)
-                total = total + weights[t, k].double() * one_expert(wide, expert, x[t].double(), lora, of_token)
-        rows.append(total)
-    return torch.stack(rows) if rows else x.double()
+    wide, rows = experts.double(), x.double()
+    slot_of = torch.full((len(x),), -1) if token_slots is None else token_slots
+    total = rows * 0.0  # part of the graph even where nothing is routed
+    for expert in range(len(experts.up)):
+        for slot in range(-1, len(slots)):  # the rows of one expert and slot together
+            at, k = torch.nonzero((ids == expert) & (slot_of == slot)[:, None], as_tuple=True)
+            if len(at) == 0:
+                continue
+            masks = None if mask is None else partial(masks_of, mask, slot, at.tolist(), expert)
+            out = one_expert(wide, expert, rows[at], slots[slot] if slot >= 0 else None, masks)
+            total = total.index_add(0, at, weights[at, k, None].double() * out)
+    return total
+
+
+def masks_of(mask: Mask, slot: int, tokens: list[int], expert: int, part: int) -> Tensor:
+    """A row for each token."""
+    return torch.stack([torch.as_tensor(mask(slot, token, expert, part)).double().reshape(-1) for token in tokens])
 
 
 def one_expert(
-    experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None, mask: Callable[..., Tensor | float]
+    experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None, masks: Callable[[int], Tensor] | None
 ) -> Tensor:
+    """Of the rows of x."""
+
     def project(part: int, rows: Tensor) -> Tensor:
-        y = projection((experts.gate, experts.up, experts.down)[part][expert], rows, lora, part, expert, mask)
+        weight, mask = (experts.gate, experts.up, experts.down)[part][expert], None if masks is None else masks(part)
+        y = projection(weight, rows, lora, part, expert, mask)
         return y if experts.biases is None else y + experts.biases[part][expert]
 
     up = project(1, x)
@@ -113,17 +120,14 @@ def activated(mlp: ExpertMlp, gate: Tensor, up: Tensor) -> Tensor:
     raise AssertionError(mlp.activation)
 
 
-def projection(
-    weight: Tensor, x: Tensor, lora: Lora | None, part: int, expert: int, mask: Callable[..., Tensor | float]
-) -> Tensor:
-    """W x + scaling * B (A (mask x)); `part` is 0 for gate, 1 for up, 2 for down."""
-    y = weight @ x
+def projection(weight: Tensor, x: Tensor, lora: Lora | None, part: int, expert: int, mask: Tensor | None) -> Tensor:
+    """W x + scaling * B (A (mask x)) of each row x; `part` is 0 for gate, 1 for up, 2 for down."""
+    y = x @ weight.T
     if lora is None:
         return y
     tensors, scaling = lora
     a, b = tensors[2 * part], tensors[2 * part + 1]
-    return (
-        y
-        if a is None or b is None
-        else y + scaling * (b[expert].double() @ (a[expert].double() @ (x * mask(expert, part))))
-    )
+    if a is None or b is None:
+        return y
+    kept = x if mask is None else x * mask
+    return y + scaling * (kept @ a[expert].double().T @ b[expert].double().T)

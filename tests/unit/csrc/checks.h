@@ -74,10 +74,18 @@ class Report {
 
 class Random {
  public:
-  explicit Random(unsigned seed) : engine_(seed) {}
-  float normal() { return normal_(engine_); }
+  explicit Random(unsigned seed) : state_(seed), engine_(seed) {}
+  float normal() {
+    note(1);
+    return normal_(engine_);
+  }
   uint16_t bf16() { return kt::float_to_bf16(normal()); }
-  int64_t below(int64_t bound) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(bound)); }
+  int64_t below(int64_t bound) {
+    note(2);
+    return static_cast<int64_t>(engine_() % static_cast<uint64_t>(bound));
+  }
+  // A hash of the seed and of what has been drawn: where it is the same, the next numbers are.
+  uint64_t state() const { return state_; }
   std::vector<float> floats(int64_t count) {
     std::vector<float> values(static_cast<size_t>(count));
     for (float& value : values) value = normal();
@@ -90,6 +98,9 @@ class Random {
   }
 
  private:
+  void note(uint64_t kind) { state_ = (state_ ^ kind) * 0x9e3779b97f4a7c15u; }
+
+  uint64_t state_;
   std::mt19937_64 engine_;
   std::normal_distribution<float> normal_;
 };

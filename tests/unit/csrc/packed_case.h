@@ -4,6 +4,7 @@
 #include "base/fp16.h"
 #include "base/fp8.h"
 #include "checks.h"
+#include "remembered.h"
 #include "weights/packed.h"
 
 namespace kt_test {
@@ -181,6 +182,15 @@ class PackedCase {
   std::vector<uint8_t> data_;
   std::vector<double> values_;
 };
+
+// Drawn once for all instruction sets.
+inline const PackedCase& packed_case(int64_t rows, int64_t cols, const kt::Format& format, Random& random,
+                                     float size = 1.0f) {
+  Digest digest;
+  digest.add(rows).add(cols).add(format.encoding).add(format.group).add(format.zero_points).add(format.scales);
+  return drawn_once(random, digest.add(format.mins).add(size),
+                    [&](Random& own) { return PackedCase(rows, cols, format, own, size); });
+}
 
 // A matrix of one expert in a layer, on every memory node its part.
 inline void pack_into(kt::ExpertLayer* layer, const PackedCase& matrix, int64_t expert, kt::Projection projection) {

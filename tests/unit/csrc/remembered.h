@@ -1,4 +1,4 @@
-// What one instruction set's tests have computed in float64 serves those of the next, in the same process.
+// What one instruction set's tests have drawn, and computed in float64, serves those of the next, in the same process.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "checks.h"
 
 namespace kt_test {
 
@@ -51,6 +53,19 @@ const std::invoke_result_t<Make>& remembered(const Digest& digest, Make make) {
   const auto found = known.find(digest.value());
   if (found != known.end()) return found->second;
   return known.emplace(digest.value(), make()).first->second;
+}
+
+// make(random), or what it returned for the same digest and state of `random` before, after which `random` is the same.
+template <class Make>
+const std::invoke_result_t<Make, Random&>& drawn_once(Random& random, Digest digest, Make make) {
+  using Value = std::invoke_result_t<Make, Random&>;
+  const std::pair<Value, Random>& drawn = remembered(digest.add(random.state()), [&] {
+    Random own = random;
+    Value value = make(own);
+    return std::pair<Value, Random>(std::move(value), own);
+  });
+  random = drawn.second;
+  return drawn.first;
 }
 
 }  // namespace kt_test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,12 @@ from kt_runtime.ops.attention import attend_batch
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(8, 2, 64, 32), (6, 1, 72, 64)]  # query heads, key heads, key size, value size; the last is absorbed MLA
 LENGTHS = [(0, 1), (600, 3), (0, 70), (517, 1)]  # prefix, new tokens
+SEVERAL = [(0, 40), (0, 600), (33, 1)]
+# Of the second sequence's 600 queries, what is computed in a call of its own: pieces, some of seven, and single ones,
+# among them all at the end of 512 keys, which attention computes at once.
+PIECES = [(at, size) for size in (50, 64, 300) for at in range(0, 600, size)] + [(at, 7) for at in range(0, 590, 42)]
+ALONE = [(at, 1) for at in (*range(0, 505, 13), *range(505, 520), *range(520, 600, 13), 599)]
+CUTS = [slice(at, min(at + size, 600)) for at, size in PIECES + ALONE]
 TOLERANCE = 3e-6  # of float32 results; 2.7e-6 measured with 40 seeds on portable, AVX2 and AVX-512 kernels
 
 
@@ -55,6 +62,11 @@ class Pool:
         """q, and keys and values of one sequence, in order."""
         slots = self.slots[index, : sum(self.lengths[index])]
         return self.q[self.rows(index)], self.keys[slots], self.values[slots]
+
+    def part(self, rows: slice, **options: Any) -> torch.Tensor:
+        """Some queries of the second sequence, in a call of their own."""
+        sequence = one_sequence(self.slots[1:2], rows.start, rows.stop - rows.start)
+        return attend(self.q[self.rows(1)][rows], self.keys, self.values, sequence, 0.2, **options)
 
 
 def drawn_pool(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[tuple[int, int]] = LENGTHS) -> Pool:
@@ -135,16 +147,11 @@ def test_decoding_extending_and_training_give_the_same_bits(
 ) -> None:
     """One sequence of 600 tokens: in a batch with others, token by token, in chunks, over ordered keys, by threads."""
     dense.configure(isa, 1)
-    pool = drawn_pool(shape, dtype, [(0, 40), (0, 600), (33, 1)])
+    pool = drawn_pool(shape, dtype, SEVERAL)
     whole = pool.attended()[pool.rows(1)]
+    for rows in CUTS:
+        assert torch.equal(pool.part(rows), whole[rows]), rows
     q, keys, values = pool.alone(1)
-    table = pool.slots[1:2]
-    for chunk in (1, 7, 64, 300):
-        parts = [
-            attend(q[at : at + chunk], pool.keys, pool.values, one_sequence(table, at, len(q[at : at + chunk])), 0.2)
-            for at in range(0, 600, chunk)
-        ]
-        assert torch.equal(torch.cat(parts), whole), chunk
     q, keys, values = (x.expand(2, *x.shape) for x in (q, keys, values))
     twin = attend_batch(q, keys, values, 0.2)
     assert torch.equal(twin[0].to(dtype), whole) and torch.equal(twin[0], twin[1])
@@ -153,35 +160,29 @@ def test_decoding_extending_and_training_give_the_same_bits(
         assert torch.equal(pool.attended()[pool.rows(1)], whole)
 
 
+@functools.cache
+def in_windows(dtype: torch.dtype, window: int, has_sinks: bool) -> tuple[Pool, dict[str, Any], list[torch.Tensor]]:
+    """Sequences, options of `attend`, and each sequence's results in float64: the same on every instruction set."""
+    pool = drawn_pool(SHAPES[0], dtype, [(0, 40), (0, 600), (1900, 2)])
+    options: dict[str, Any] = {"sinks": torch.linspace(-3, 4, SHAPES[0][0]) if has_sinks else None, "window": window}
+    rows = [[tensor.double() for tensor in pool.alone(index)] for index in range(3)]
+    return pool, options, [attention(q, k, v, 0.2, **options) for q, k, v in rows]
+
+
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (9, True), (128, True), (0, True), (700, False)])
 def test_windows_and_sinks(isa: str, dtype: torch.dtype, window: int, has_sinks: bool) -> None:
     """As in float64, and the same bits in chunks, by threads and in training."""
     dense.configure(isa, 1)
-    pool = drawn_pool(SHAPES[0], dtype, [(0, 40), (0, 600), (1900, 2)])
-    sinks = torch.linspace(-3, 4, SHAPES[0][0]) if has_sinks else None
-    options: dict[str, Any] = {"sinks": sinks, "window": window}
+    pool, options, exact = in_windows(dtype, window, has_sinks)
     wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32, **options)
-    for index in range(3):
-        q, k, v = (rows.double() for rows in pool.alone(index))
-        expected = attention(q, k, v, 0.2, window=window, sinks=sinks)
+    for index, expected in enumerate(exact):
         torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=TOLERANCE, rtol=0)
-    q, keys, values = pool.alone(1)
     whole = wide[pool.rows(1)].to(dtype)
-    for chunk in (1, 50, 300):
-        parts = [
-            attend(
-                q[at : at + chunk],
-                pool.keys,
-                pool.values,
-                one_sequence(pool.slots[1:2], at, len(q[at : at + chunk])),
-                0.2,
-                **options,
-            )
-            for at in range(0, 600, chunk)
-        ]
-        assert torch.equal(torch.cat(parts), whole), chunk
+    for rows in CUTS:
+        assert torch.equal(pool.part(rows, **options), whole[rows]), rows
+    q, keys, values = pool.alone(1)
     assert torch.equal(attend_batch(q[None], keys[None], values[None], 0.2, **options)[0].to(dtype), whole)
     dense.configure(isa, 5)
     again = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32, **options)

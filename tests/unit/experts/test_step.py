@@ -409,7 +409,7 @@ def test_scratch_of_a_running_step_is_not_freed(table: Table) -> None:
     step = table.build()
     expected = run(step)[0]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(lambda: [run(step)[0] for _ in range(500)])
+        running = pool.submit(lambda: [run(step)[0] for _ in range(100)])
         while not running.done():
             free_spare_memory()
         assert all(torch.equal(found, expected) for found in running.result())

@@ -165,7 +165,7 @@ void compare_formats(const kt::Tiles& tiles, const kt::Tiles& other, bool float_
                      Report& report) {
   for (const kt::Format& format : all_formats()) {
     if (!float_products && format == kInt8Rows) continue;  // planes: other codes than another instruction set's
-    const PackedCase weights(50, 200, format, random);
+    const PackedCase& weights = packed_case(50, 200, format, random);
     const kt::PackedShape& shape = weights.shape;
     for (const int64_t rows : {1, 16, 17, 43, 66}) {
       const std::string what = kt::format_name(format) + " " + std::to_string(rows) + " rows: " + tiles.name + " and " +
@@ -190,7 +190,7 @@ void compare_formats(const kt::Tiles& tiles, const kt::Tiles& other, bool float_
 // One call, and one by one.
 void test_many_rows(const kt::Tiles& tiles, const kt::Format& format, int64_t out_rows, int64_t in_cols,
                     const std::vector<int64_t>& row_counts, Random& random, Report& report) {
-  const PackedCase weights(out_rows, in_cols, format, random);
+  const PackedCase& weights = packed_case(out_rows, in_cols, format, random);
   for (const int64_t rows : row_counts) {
     const int64_t cols = weights.shape.padded_cols(), out = weights.shape.padded_rows();
     const std::vector<float> in = random.floats(rows * weights.shape.rows);

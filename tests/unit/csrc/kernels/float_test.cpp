@@ -29,8 +29,14 @@ struct Activations {
       for (int64_t k = 0; k < shape.padded_cols(); ++k) make(k < shape.cols ? random.normal() : 0.0f, &row(m)[k]);
     }
   }
+  // Once for all instruction sets.
+  static const Activations& drawn(int64_t tokens, const kt::PackedShape& shape, Random& random) {
+    return drawn_once(random, Digest().add(tokens).add(shape.cols).add(shape.padded_cols()),
+                      [&](Random& own) { return Activations(tokens, shape, own); });
+  }
   T* row(int64_t m) { return data.data() + 1 + m * lda; }
-  kt::Rows<const T> rows(int64_t first) { return {row(first), lda}; }
+  const T* row(int64_t m) const { return data.data() + 1 + m * lda; }
+  kt::Rows<const T> rows(int64_t first) const { return {row(first), lda}; }
   int64_t lda;
   std::vector<T> data;
 };
@@ -66,7 +72,7 @@ class FloatTest {
     if (!report_.takes()) return;
     const kt::PackedShape& shape = weights.shape;
     const std::string what = describe(shape, tokens);
-    Activations<T> a(tokens, shape, random);
+    const Activations<T>& a = Activations<T>::drawn(tokens, shape, random);
     Result c(tokens, shape.padded_rows());
     multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = c.rows()});
     for (int64_t m = 0; m < tokens; ++m) {
@@ -85,7 +91,7 @@ class FloatTest {
     const kt::PackedShape& shape = weights.shape;
     const std::string what = describe(shape, tokens), of_rows = what + " depends on the other rows",
                       of_blocks = what + " depends on the other blocks";
-    Activations<T> a(tokens, shape, random);
+    const Activations<T>& a = Activations<T>::drawn(tokens, shape, random);
     Result all(tokens, shape.padded_rows()), one(1, shape.padded_rows()), some(tokens, kt::kBlockRows);
     multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = all.rows()});
     const auto same = [](const float* x, const float* y, int64_t count) {
@@ -157,12 +163,12 @@ void test_formats(FloatTest<T> test, const std::vector<kt::Format>& formats, Ran
   for (const kt::Format& format : formats) {
     for (const int64_t rows : {1, 16, 50, 80}) {
       for (const int64_t cols : {1, 31, 33, 257}) {
-        const PackedCase weights(rows, cols, format, random);
+        const PackedCase& weights = packed_case(rows, cols, format, random);
         for (const int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 12, 13, 25}) test.values(weights, tokens, random);
       }
     }
     for (const int64_t cols : {64, 1100}) {
-      const PackedCase weights(80, cols, format, random);
+      const PackedCase& weights = packed_case(80, cols, format, random);
       for (const int64_t tokens : {2, 6, 13, 29}) test.same_bits_alone(weights, tokens, random);
     }
     if (format.encoding != kt::Encoding::kBf16) test.every_code(format);

@@ -167,7 +167,7 @@ void check_cuts(const std::string& what, const kt::Tiles& tiles, const Quantized
 void check_case(const kt::Tiles& tiles, const Format& format, int64_t rows, int64_t out, int64_t cols, Random& random,
                 Report& report) {
   if (!report.takes()) return;
-  const PackedCase weights(out, cols, format, random);
+  const PackedCase& weights = packed_case(out, cols, format, random);
   const std::string what = std::string(tiles.name) + " " + kt::format_name(format) + " " + std::to_string(rows) + "x" +
                            std::to_string(out) + "x" + std::to_string(cols);
   std::vector<float> in = random.floats(rows * cols);
@@ -261,7 +261,7 @@ void check_codes(const kt::Tiles& tiles, Encoding encoding, Random& random, Repo
 
 // Groups without a usable inverse count as zero; what is not finite stays so, in its own row.
 void check_special(const kt::Tiles& tiles, const Format& format, Random& random, Report& report) {
-  const PackedCase weights(20, 96, format, random);
+  const PackedCase& weights = packed_case(20, 96, format, random);
   constexpr int64_t kRows = 4;
   std::vector<float> in = random.floats(kRows * 96);
   std::fill_n(in.begin(), has_planes(tiles, weights.shape) ? 96 : weights.shape.activation_group(), 1e-38f);

@@ -180,11 +180,11 @@ void test_type(const kt::Tiles& tiles, Report& report) {
   for (const kt::Format& format : all_formats()) {
     for (const int64_t rows : {1, 16, 21, 150}) {
       for (const int64_t cols : {1, 32, 40, 150, 270}) {
-        const PackedCase weights(rows, cols, format, random);
+        const PackedCase& weights = packed_case(rows, cols, format, random);
         for (const int64_t tokens : {1, 8, 9, 17, 37}) test_product<T>(tiles, weights, tokens, random, report);
       }
     }
-    const PackedCase weights(290, 170, format, random);
+    const PackedCase& weights = packed_case(290, 170, format, random);
     for (const int64_t tokens : {5, 47, 58}) test_alone<T>(tiles, weights, tokens, random, report);
   }
   for (const int64_t tokens : {40, 56, 64, 100, 128, 129, 140, 270})

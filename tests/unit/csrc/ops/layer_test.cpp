@@ -45,8 +45,8 @@ struct Problem {
     for (int part = 0; part < 3; ++part) {
       const kt::PackedShape shape = layer.shape_of(static_cast<kt::Projection>(part));
       for (int64_t e = 0; e < experts; ++e) {
-        const PackedCase matrix(shape.rows, shape.cols, c.format, random,
-                                1 / std::sqrt(static_cast<float>(shape.cols)));
+        const PackedCase& matrix =
+            packed_case(shape.rows, shape.cols, c.format, random, 1 / std::sqrt(static_cast<float>(shape.cols)));
         if (part > 0 || c.mlp.has_gate()) add_matrix(matrix, e, static_cast<kt::Projection>(part), random);
         for (int64_t row = 0; row < shape.rows; ++row) {
           for (int64_t col = 0; col < shape.cols; ++col) plain[part].push_back(matrix.at(row, col));

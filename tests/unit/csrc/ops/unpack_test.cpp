@@ -54,7 +54,7 @@ struct LayerCase {
     for (int part = 0; part < 3; ++part) {
       const kt::PackedShape packed = layers[0]->shape_of(static_cast<kt::Projection>(part));
       for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
-        const PackedCase matrix(packed.rows, packed.cols, format, random);
+        const PackedCase& matrix = packed_case(packed.rows, packed.cols, format, random);
         for (kt::ExpertLayer* layer : layers) pack_into(layer, matrix, expert, static_cast<kt::Projection>(part));
         auto& values = wanted[part].emplace_back();
         for (int64_t r = 0; r < packed.rows; ++r) {
@@ -133,7 +133,7 @@ void test_unpack(const kt::Tiles& tiles, Report& report) {
   for (const kt::Format& format : all_formats()) {
     for (const int64_t rows : {1, 15, 16, 33}) {
       for (const int64_t cols : {1, 31, 32, 100, 255, 256, 300, 600}) {
-        if (report.takes()) test_matrix(tiles, PackedCase(rows, cols, format, random), report);
+        if (report.takes()) test_matrix(tiles, packed_case(rows, cols, format, random), report);
       }
     }
     test_layers(tiles, format, random, report);

@@ -7,6 +7,7 @@ them 15 bits where int8 weights have a scale for each row, and adds less.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from reference import moe
 from reference.cases import examples
 from reference.drawn import drawn
-from reference.expert_problems import random_problem, tensors_of
+from reference.expert_problems import Problem, random_problem, tensors_of
 from reference.instruction_sets import instruction_sets
 from reference.moe import ReferenceExperts
 from reference.quantized import DISTINCT, SCHEMES, write_checkpoint
@@ -43,7 +44,8 @@ def open_layer(tmp_path_factory: pytest.TempPathFactory) -> OpenLayer:
     written: dict[str, tuple[ReferenceExperts, ReferenceExperts]] = {}  # the drawn experts and the checkpoint's values
 
     def write(experts: ReferenceExperts, scheme: str) -> ReferenceExperts:
-        if scheme not in written or not all(map(torch.equal, matrices(experts), matrices(written[scheme][0]))):
+        drawn = written[scheme][0] if scheme in written else None
+        if drawn is None or not (drawn is experts or all(map(torch.equal, matrices(experts), matrices(drawn)))):
             (directory / "model.safetensors").unlink(missing_ok=True)  # a layer may still have it mapped
             written.clear()
             written[scheme] = experts, write_checkpoint(directory, {"m": experts}, scheme)["m"]
@@ -59,6 +61,12 @@ def open_layer(tmp_path_factory: pytest.TempPathFactory) -> OpenLayer:
         return store.layers[0], values
 
     return build
+
+
+@functools.cache
+def drawn_problem(num_experts: int, hidden: int, inner: int, tokens: int) -> Problem:
+    """Drawn once for all schemes and instruction sets."""
+    return random_problem(num_experts, hidden, inner, tokens, 2, dtype=torch.bfloat16)
 
 
 def matrices(experts: ReferenceExperts) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,35 +105,43 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("isa", instruction_sets())
 @SETTINGS
 @given(case=cases())
 def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
-    isa: str, case: dict[str, Any], open_layer: OpenLayer
+    case: dict[str, Any], open_layer: OpenLayer
 ) -> None:
+    """On every instruction set: each has the same checkpoint and the same reference."""
     scheme, num_nodes = case["scheme"], case["num_nodes"]
     p = random_problem(**{k: v for k, v in case.items() if k not in ("scheme", "num_nodes")}, ranks=(4,))
-    layer, values = open_layer(p.experts, scheme, isa, num_nodes=num_nodes)
-    assert layer.format == SCHEMES[scheme].format
+    opened = {isa: open_layer(p.experts, scheme, isa, num_nodes=num_nodes) for isa in instruction_sets()}
+    _, values = next(iter(opened.values()))
     slot = p.adapters[0]
     leaves = [t.double().requires_grad_() for t in tensors_of(slot)]
     x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
     wanted = moe.routed_experts(values, x, p.ids, weights, slots=lora_of(slot, leaves), token_slots=p.token_slots)
-    out, retained = layer.forward_retaining(p.x, p.ids, p.weights, **p.lora)
+    grads = torch.autograd.grad(wanted, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
     limit = tolerance_of(case["dtype"], scheme)
+    for isa, (layer, _) in opened.items():
+        assert layer.format == SCHEMES[scheme].format
+        assert_is_the_reference(isa, layer, p, wanted.detach(), grads, limit)
+
+
+def assert_is_the_reference(
+    isa: str, layer: ExpertLayer, p: Problem, wanted: Tensor, wanted_grads: tuple[Tensor | None, ...], limit: float
+) -> None:
+    out, retained = layer.forward_retaining(p.x, p.ids, p.weights, **p.lora)
     if wanted.norm() > 0:
-        assert relative(out, wanted) <= limit
-    wanted_grads = torch.autograd.grad(wanted, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
+        assert relative(out, wanted) <= limit, isa
     calls = [layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, retained=kept) for kept in (retained, None)]
     first, second = ([g.x, g.weights, *tensors_of(g.slots[0])] for g in calls)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "retained and recomputed differ"
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), f"{isa}: retained, recomputed differ"
     for i, (got, grad) in enumerate(zip(first, wanted_grads, strict=True)):
         if grad is None or grad.norm() == 0:
-            assert got.abs().max() == 0
+            assert got.abs().max() == 0, isa
             continue
         # The gradient of a routing weight is an inner product that may cancel: it is as exact as its factors are large.
         scale = p.grad_out.norm().item() * wanted.norm().item() if i == 1 else 0.0
-        assert (got.double() - grad).norm() <= 3 * limit * max(scale, grad.norm().item())
+        assert (got.double() - grad).norm() <= 3 * limit * max(scale, grad.norm().item()), isa
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
@@ -133,16 +149,16 @@ def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
 def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
     isa: str, scheme: str, open_layer: OpenLayer
 ) -> None:
-    p = random_problem(3, 256, 384, 90, 2, dtype=torch.bfloat16)
+    p = drawn_problem(3, 256, 384, 90)
     layer, _ = open_layer(p.experts, scheme, isa, num_threads=1)
-    whole = layer.forward(p.x, p.ids, p.weights)
+    whole, down = layer.forward(p.x, p.ids, p.weights), layer.unpacked(1)[2]
     for t in range(0, 90, 7):
         rows = slice(t, t + 1)
         assert torch.equal(layer.forward(p.x[rows], p.ids[rows], p.weights[rows])[0], whole[t])
     for options in ({"num_threads": 2}, {"num_threads": 5}, {"num_threads": 2, "num_nodes": 4}):
         other, _ = open_layer(p.experts, scheme, isa, **options)
         assert torch.equal(other.forward(p.x, p.ids, p.weights), whole)
-        assert other.unpacked(1)[2].equal(layer.unpacked(1)[2])
+        assert other.unpacked(1)[2].equal(down)
 
 
 @pytest.mark.slow
@@ -151,7 +167,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
 def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(
     isa: str, scheme: str, open_layer: OpenLayer
 ) -> None:
-    p = random_problem(8, 384, 384, 16, 2, dtype=torch.bfloat16)
+    p = drawn_problem(8, 384, 384, 16)
     assert p.ids[p.ids >= 0].bincount().max() <= 16  # few rows each: cut into runs as long as the threads allow
     layer, _ = open_layer(p.experts, scheme, isa, num_threads=1)
     whole = layer.forward(p.x, p.ids, p.weights)

@@ -1,5 +1,5 @@
 """Families with a mechanism of their own in attention (sinks and windows, chunks, an indexer) in SGLang's scheduler: a
-token's bits depend on its own sequence alone, also in a long prompt: 2,048 tokens, 4,096 with `TEST_CASES=all`."""
+token's bits depend on its own sequence alone, also in a long prompt: 1,536 tokens, 4,096 with `TEST_CASES=all`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.replies import STEP_RUNNING
 
 MODELS = ("tiny-gpt-oss", "tiny-llama4", "tiny-deepseek-v32", "tiny-glm-moe-dsa")
-# Four blocks of keys that attention computes at once, and 16 to 128 times a window, a chunk or an indexer's choice.
-TOKENS = choose(few=2048, usual=2048, every=4096)
+# Three blocks of keys that attention computes at once, and 12 to 96 times a window, a chunk or an indexer's choice.
+TOKENS = choose(few=1536, usual=1536, every=4096)
 CHUNKS = (TOKENS, 1000, 64)
 STREAMS, ADAPTERS = 16, 4
 ARGUMENTS = ("--max-total-tokens", "12288", "--max-running-requests", str(STREAMS), "--max-loras-per-batch", "5")

@@ -9,6 +9,7 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,10 @@ from reference.instruction_sets import instruction_sets
 from reference.resident.native_step import CASES, SINGLE_CASES, Both
 from reference.resident.scheduler import Engine, engine
 
+from kt_runtime.experts import dense
+from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
 HERE = Path(__file__).parent
@@ -61,19 +65,49 @@ def _is_left_out(item: pytest.Item) -> bool:
     return case.params["served"] not in choose(few=FEW, usual=usual, every=set(CASES))
 
 
-@pytest.fixture(scope="module", params=CASES)
-def served(
-    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """SGLang's own scheduler in this process, with a tiny model; prefills and decodes may share a batch."""
-    from kt_runtime.serve.models.make_model import make_model
+class Engines:
+    """SGLang's own scheduler in this process, with a tiny model; prefills and decodes may share a batch.
 
-    preset, changes, dtype, store = (CASES | SINGLE_CASES)[request.param]
-    model = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(msgspec.structs.replace(preset, config=preset.config | changes), model, seed=3)
-    with engine(model, "--dtype", dtype, "--enable-mixed-chunk", **store) as started:
-        started.new_tokens = 4  # one from the prompt's batch, three from decodes
+    Cases that differ in the instruction set alone follow one another. They share a scheduler, which loads its experts
+    again: that sets the instruction set of all that the CPU computes (`open_store`).
+    """
+
+    def __init__(self, directories: pytest.TempPathFactory) -> None:
+        self._directories, self._stack = directories, ExitStack()
+        self._case, self._model = "", Path()
+        self._engine: Engine | None = None
+
+    def of(self, name: str) -> Engine:
+        preset, changes, dtype, store = (CASES | SINGLE_CASES)[name]
+        case = name.removesuffix(f", {store.get('isa')}")
+        if self._engine is not None and case == self._case:
+            self._engine.load_experts(self._model, **store)
+            return self._engine
+        self.close()
+        self._case, self._model = case, self._directories.mktemp("model") / "tiny"
+        make_model(msgspec.structs.replace(preset, config=preset.config | changes), self._model, seed=3)
+        self._engine = self._stack.enter_context(engine(self._model, "--dtype", dtype, "--enable-mixed-chunk", **store))
+        self._engine.new_tokens = 4  # one from the prompt's batch, three from decodes
+        return self._engine
+
+    def close(self) -> None:
+        self._stack.close()
+        self._engine = None
+
+
+@pytest.fixture(scope="module")
+def engines(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with closing(Engines(tmp_path_factory)) as started:
         yield started
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    started = engines.of(request.param)
+    *_, store = (CASES | SINGLE_CASES)[request.param]
+    assert dense._native is not None and dense._native.isa == expert_store().isa
+    assert store.get("isa") in (None, expert_store().isa)
+    return started
 
 
 @pytest.fixture

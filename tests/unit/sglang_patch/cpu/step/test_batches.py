@@ -1,4 +1,5 @@
-"""The native step against SGLang's modules, in SGLang's own scheduler: equal hidden states and KV of every batch."""
+"""The native step against SGLang's modules, in SGLang's own scheduler: equal hidden states and KV of every batch, also
+of those with adapters. What is tested in every case is here: each case starts a scheduler."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from reference.resident.native_step import (
     QWEN3,
     SINGLE_CASES,
     Both,
+    adapter,
     answers,
     answers_to_all,
     attention_of,
     buffers_of,
+    installed,
     prompt,
     run_step,
     small_batch,
@@ -27,6 +30,7 @@ from reference.resident.scheduler import Engine
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
+from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter
 from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
 from kt_runtime.families.models.qwen3_moe import Qwen3Moe
@@ -36,6 +40,7 @@ from kt_runtime.sglang_patch.delta.step import attending_pool
 from kt_runtime.wire.replies import STEP_RUNNING
 
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
+DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp", "in_proj_qkvz", "in_proj_b")
 
 
 def router(served: Engine) -> str:
@@ -46,8 +51,9 @@ def router(served: Engine) -> str:
 
 @pytest.mark.slow
 def test_prompts_of_all_lengths_alone(served: Engine, both: Both) -> None:
-    for length in LENGTHS:
-        served.run(served.request(f"r{length}", prompt(length, length)))
+    for length in LENGTHS:  # the longer ones decode three times, the others once
+        new_tokens = served.new_tokens if length >= 64 else 2
+        served.run(served.request(f"r{length}", prompt(length, length), max_new_tokens=new_tokens))
     assert not both.different
     assert {"EXTEND", "DECODE"} <= {mode for mode, _ in both.modes}
 
@@ -70,6 +76,54 @@ def test_cached_prefixes(served: Engine, both: Both) -> None:
     served.run(served.request("hit", prompt(150)), served.request("longer", prompt(100) + prompt(60, 5)))
     assert not both.different
     assert served.cached_tokens() > 200
+
+
+@pytest.mark.one_set_a_family
+def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, both: Both) -> None:
+    three = {"all": adapter(served, 8, 1), "dense": adapter(served, 3, 2, DENSE_MODULES)}
+    three["experts"] = adapter(served, 5, 3, ["experts"])
+    exceptions = native_step.exceptions()
+    with installed(served, **three):
+        requests = [
+            served.request(f"{name} {length}", prompt(length, length), return_logprob=False, lora_id=name)
+            for length in LENGTHS[2:4]
+            for name in ("all", None, "dense", "experts")
+        ]
+        served.send(*requests[:5])
+        for _ in range(3):
+            served.step()
+        served.run(*requests[5:], served.request("long", prompt(100), return_logprob=False, lora_id="all"))
+    assert not both.different
+    assert {"EXTEND", "MIXED", "DECODE"} <= {mode for mode, _ in both.modes}
+    decodes = [found for found, (mode, _) in zip(both.adapters, both.modes, strict=True) if mode == "DECODE"]
+    assert max(decodes) == 3 and max(both.adapters) == 3
+    assert native_step.exceptions() == exceptions
+
+
+@pytest.mark.one_set_a_family
+def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) -> None:
+    tokens, rank = 150, 5  # more tokens than a task of LoRA has
+    slots = torch.arange(8, 8 + tokens)
+    sequence = Sequences(torch.tensor([[0, tokens, 0, 0]]), slots.int()[None])
+    batch = (torch.tensor(prompt(tokens)), slots - 8, slots, sequence)
+    with installed(served, one=adapter(served, rank, 1)) as manager:
+        served.clear()
+        served.run(served.request("takes a slot", prompt(3), lora_id="one"))
+        served.clear()
+        program, slot = native_step._program, manager.memory_pool.uid_to_buffer_id["one"]
+        assert program is not None
+        experts, token_slots = [ExpertAdapter(slot, rank, 10 / 3 / rank)], torch.zeros(tokens, dtype=torch.int32)
+        found = [
+            run_step(program, batch, BatchLora(rows, experts, token_slots))[0]
+            for rows in (
+                [AdapterRows(0, tokens, slot, rank, 10 / 3 / rank)],
+                [AdapterRows(place, 1, slot, rank, 10 / 3 / rank) for place in range(tokens)],
+                [AdapterRows(first, 30, slot, rank, 10 / 3 / rank) for first in range(0, tokens, 30)],
+            )
+        ]
+        base = run_step(program, batch)[0]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert (found[0] != base).any(-1).all()
 
 
 @pytest.mark.once_a_family
