@@ -1,7 +1,6 @@
 """Tests on the emulated accelerator. It is the accelerator of the whole process from its first use on, and the other
-tests assume a machine without one. So each folder in this one, and each file, runs in a process of its own, which
-`pytest tests` and `make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run
-in the process.
+tests assume a machine without one. So this folder runs in two processes of its own, which `pytest tests` and
+`make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the process.
 
 `TEST_CASES=all` (docs/testing.md): under 20 random schedules.
 """
@@ -20,6 +19,13 @@ from device import backend
 from reference.cases import choose
 
 HERE = Path(__file__).resolve().parent
+# Servers are forks only of a process that has not the device itself; else each would be a new interpreter.
+WITH_SERVERS = [str(HERE / name) for name in ("test_serving.py", "test_serving_in_bf16.py")]
+PROCESSES = {
+    HERE / "test_serving.py": WITH_SERVERS,
+    HERE / "test_training.py": [str(HERE), *(f"--ignore={path}" for path in WITH_SERVERS)],
+}
+"""What each process runs, by the file that stands for all of it. A process of fewer tests imports as much as these."""
 SEEDS = choose(few=3, usual=3, every=20)
 SCHEDULES = ["late", "eager", *(f"random-{seed}" for seed in range(SEEDS))]
 
@@ -33,16 +39,18 @@ class FailedProcess(Exception):
 
 
 class InItsOwnProcess(pytest.Item):
-    """All tests of a file or of a folder. Half of the time of a file's process would be the imports of SGLang."""
+    """Tests of the folder. With one thread of PyTorch: operators here are too small for two, which would wait for each
+    other."""
 
     def runtest(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        environment["OMP_NUM_THREADS"] = "1"
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--color=no"]
-        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(self.path)]
+        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, *PROCESSES[self.path]]
         done = subprocess.run(command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True)
         self.add_report_section("call", "its own process", done.stdout[-2000:])
         if done.returncode != 0:
-            raise FailedProcess(f"pytest {self.path} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+            raise FailedProcess(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         if isinstance(excinfo.value, FailedProcess):
@@ -50,17 +58,14 @@ class InItsOwnProcess(pytest.Item):
         return str(super().repr_failure(excinfo))
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.path, 0, f"{self.path.name}, in a process of its own"
+        return self.path, 0, f"{' '.join(PROCESSES[self.path])}, in a process of their own"
 
 
-class FileInItsOwnProcess(pytest.File):
+class FilesInTheirOwnProcess(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
-        yield InItsOwnProcess.from_parent(self, name="in_its_own_process")
-
-
-class FolderInItsOwnProcess(pytest.Directory):
-    def collect(self) -> Iterator[pytest.Item]:
-        yield InItsOwnProcess.from_parent(self, name="in_its_own_process")
+        item = InItsOwnProcess.from_parent(self, name="in_its_own_process")
+        item.add_marker(pytest.mark.timeout(0))  # each test of the process has its limit
+        yield item
 
 
 def is_process_of_these_tests(config: pytest.Config) -> bool:
@@ -68,16 +73,16 @@ def is_process_of_these_tests(config: pytest.Config) -> bool:
     return all(path.is_relative_to(HERE) for path in given)
 
 
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if is_process_of_these_tests(parent.config) or path.parent != HERE or not any(path.glob("test_*.py")):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if is_process_of_these_tests(config) or HERE not in collection_path.parents:
         return None
-    return FolderInItsOwnProcess.from_parent(parent, path=path)
+    return collection_path not in PROCESSES or None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if is_process_of_these_tests(parent.config) or not module_path.is_relative_to(HERE):
+    if is_process_of_these_tests(parent.config) or module_path not in PROCESSES:
         return None
-    return FileInItsOwnProcess.from_parent(parent, path=module_path)
+    return FilesInTheirOwnProcess.from_parent(parent, path=module_path)
 
 
 def used(schedule: str) -> Iterator[torch.device]:

@@ -7,6 +7,7 @@ batch, the base and adapters of several ranks side by side.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import zlib
@@ -88,11 +89,30 @@ class Model:
         return place / "quantized"
 
 
-@pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    patch_sglang()
-    family, dtype = request.param
-    place = tmp_path_factory.mktemp("model")
+class Models:
+    """One at a time: the last one stays until another is asked for. pytest itself would build a module's fixture again
+    for each case of a `parametrize` whose rows name it, although the next row has the same model."""
+
+    def __init__(self, places: pytest.TempPathFactory) -> None:
+        self._places, self._running = places, contextlib.ExitStack()
+        self._asked: tuple[str, str] | None = None
+        self._model: Model | None = None
+
+    def of(self, family: str, dtype: str) -> Model:
+        if self._asked != (family, dtype):
+            self.close()
+            self._model = self._running.enter_context(started_model(family, dtype, self._places.mktemp("model")))
+            self._asked = family, dtype
+        assert self._model is not None
+        return self._model
+
+    def close(self) -> None:
+        self._asked = self._model = None
+        self._running.close()
+
+
+@contextlib.contextmanager
+def started_model(family: str, dtype: str, place: Path) -> Iterator[Model]:
     preset = (PRESETS | HYBRIDS)[family]
     make_model(msgspec.structs.replace(preset, config=preset.config | FP8_BLOCK), place / "model", seed=3)
     with engine(place / "model", "--dtype", dtype, *OPTIONS) as started:
@@ -106,6 +126,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         gc.freeze()  # SGLang collects garbage whenever its cache is cleared, over all that it has imported
         yield made
     dense.configure()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    patch_sglang()
+    made = Models(tmp_path_factory)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, models: Models) -> Model:
+    return models.of(*request.param)
 
 
 def run_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES) -> Traffic:
@@ -143,6 +176,19 @@ def agreement(traffic: Traffic, trained: Mapping[str, torch.Tensor]) -> Agreemen
     return found
 
 
+@pytest.mark.parametrize("model", BFLOAT16[:1], ids="-".join, indirect=True)
+def test_sums_in_another_order_would_be_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_another_order(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, _ = log_softmax(hidden, head)
+        return logits, logits - logits.flip(-1).logsumexp(-1, keepdim=True)
+
+    traffic = run_batches(model, "bf16", ISAS[0])
+    trainer = Trainer(model.engine, model.adapters)
+    monkeypatch.setattr(loss_slices, "log_softmax", in_another_order)
+    found = agreement(traffic, trainer.logprobs(traffic.rows(), max_tokens=77))
+    assert 0 < found.largest < 5e-6  # 5.4e-7 measured with AMX, 9.5e-7 with all others
+
+
 @pytest.mark.parametrize(
     ("model", "held", "isa"),
     [((family, "bfloat16"), held, isa) for family, held, isa in CASES],
@@ -174,16 +220,3 @@ def check_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES)
         adapted = {rid: row for rid, row in rows.items() if row.adapter}
         for activations in ("recompute", "retain"):
             assert agreement(traffic, trainer.logprobs(adapted, max_tokens=300, activations=activations)) == EQUAL
-
-
-@pytest.mark.parametrize("model", BFLOAT16[:1], ids="-".join, indirect=True)
-def test_sums_in_another_order_would_be_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_another_order(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, _ = log_softmax(hidden, head)
-        return logits, logits - logits.flip(-1).logsumexp(-1, keepdim=True)
-
-    traffic = run_batches(model, "bf16", ISAS[0])
-    trainer = Trainer(model.engine, model.adapters)
-    monkeypatch.setattr(loss_slices, "log_softmax", in_another_order)
-    found = agreement(traffic, trainer.logprobs(traffic.rows(), max_tokens=77))
-    assert 0 < found.largest < 5e-6  # 5.4e-7 measured with AMX, 9.5e-7 with all others
