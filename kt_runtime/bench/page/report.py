@@ -491,6 +491,7 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     columns += [Column("longest stall in the control", "ms"), Column("control's, median of rounds", "ms")]
     columns += [Column(f"longest stall, {phase.replace('_', ' ')}", "ms") for phase in SWAP_PHASES]
     columns += [Column("stolen by the machine's host", "ms"), Column("stolen in the control", "ms")]
+    columns += [Column("longest stop of the machine", "ms"), Column("longest stop in the control", "ms")]
     rows = [
         Row(
             [row["what"], f"{row['rank']}, {row['targets']}", str(row["streams"])],
@@ -501,6 +502,7 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
                 *(_rounded(row[name]) for name in ("control_stall_ms", "control_median_stall_ms")),
                 *(_rounded(row[f"{phase}_stall_ms"]) for phase in SWAP_PHASES),
                 *(_rounded(row[name]) for name in ("stolen_ms", "control_stolen_ms")),
+                *(_rounded(row[name]) for name in ("stopped_ms", "control_stopped_ms")),
             ],
         )
         for row in report["rows"]

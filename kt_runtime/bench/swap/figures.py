@@ -33,7 +33,8 @@ class Swap:
     request to the moved name. `first_token_ms`: from the request (of a session: from the end of the optimizer step) to
     the first token of the new version. `unload_ms`: of the request that unloads the name. `stolen_ms`,
     `control_stolen_ms`: how long the machine's host kept the processors from running during the rounds and the
-    controls, the mean of the processors; None where the system does not say it."""
+    controls, the mean of the processors; None where the system does not say it. `stopped_ms`, `control_stopped_ms`: by
+    how much a thread that only sleeps woke too late at most, in each round and each control."""
 
     what: str
     size: str | None
@@ -50,6 +51,8 @@ class Swap:
     phases: dict[str, list[list[float]]] = field(default_factory=dict)
     stolen_ms: float | None = None
     control_stolen_ms: float | None = None
+    stopped_ms: list[float] = field(default_factory=list)
+    control_stopped_ms: list[float] = field(default_factory=list)
 
 
 def row_of(swap: Swap) -> dict[str, Any]:
@@ -71,6 +74,8 @@ def row_of(swap: Swap) -> dict[str, Any]:
         **{f"{name}_{key}": value for name in PHASES for key, value in _stalls(swap.phases.get(name, []), step)},
         "stolen_ms": swap.stolen_ms,
         "control_stolen_ms": swap.control_stolen_ms,
+        "stopped_ms": max(swap.stopped_ms, default=None),
+        "control_stopped_ms": max(swap.control_stopped_ms, default=None),
     }
 
 

@@ -27,6 +27,7 @@ def print_report(result: dict[str, Any]) -> None:
         "its median",
         *(f"stall, {phase.replace('_', ' ')}" for phase in PHASES),
         "stolen",
+        "stopped",
     )
     table = Table(
         "adapter",
@@ -37,7 +38,7 @@ def print_report(result: dict[str, Any]) -> None:
         name = f"{row['what']}: rank {row['rank']}, {row['targets']}, beside {row['streams']} streams"
         keys = ["publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms"]
         keys += ["control_stall_ms", "control_median_stall_ms"]
-        keys += [*(f"{phase}_stall_ms" for phase in PHASES), "stolen_ms"]
+        keys += [*(f"{phase}_stall_ms" for phase in PHASES), "stolen_ms", "stopped_ms"]
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",

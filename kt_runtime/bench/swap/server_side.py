@@ -18,7 +18,7 @@ import psutil
 from kt_runtime.bench.swap.figures import CONTROL, PHASES, Swap, row_of
 from kt_runtime.bench.swap.files import write_adapter
 from kt_runtime.bench.swap.plan import TARGETS, Plan, Size, rank_bytes, smallest
-from kt_runtime.bench.swap.streams import FIRST_TOKEN, Streams, now
+from kt_runtime.bench.swap.streams import FIRST_TOKEN, Naps, Streams, now
 from kt_runtime.bench.train.plan import LEARNING_RATE
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.wire import Batch
@@ -202,7 +202,7 @@ class SwapBench:
     ) -> Iterator[_Measured]:
         """Streams in the block, and what measures beside them. `whole`: gaps between a round's calls and after them
         count, too. The streams are quiet before the block and after it."""
-        with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams:
+        with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams, Naps() as naps:
             found.quiet += self._quiet(streams, count)
             measured = _Measured(streams, count)
             yield measured
@@ -214,6 +214,8 @@ class SwapBench:
             for each, times in zip(measured.rounds, spans, strict=True):
                 gaps = [gap for since, until in times for gap in streams.gaps_ms(since, until)]
                 (found.control if each.is_control else found.during).append(gaps)
+                stopped = max(naps.latest_ms(*span) for span in times)
+                (found.control_stopped_ms if each.is_control else found.stopped_ms).append(stopped)
                 if len(each.calls) == len(PHASES):
                     begins = [*(began for began, _ in each.calls), times[-1][1]]
                     for name, span in zip(PHASES, pairwise(begins), strict=True):
@@ -257,6 +259,7 @@ class SwapBench:
             of_phases = ((each, row[f"{each}_stall_ms"], row[f"{each}_median_stall_ms"]) for each in PHASES)
             stalls += "".join(f", {name} {longest:.0f}, median {usual:.0f}" for name, longest, usual in of_phases)
         stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
+        stolen += f", stopped {row['stopped_ms']:.0f}"
         self._say(
             f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}{stolen}"
         )

@@ -1,11 +1,14 @@
-"""Streams that decode on a thread while something else is measured, and the gaps between their tokens."""
+"""Streams that decode on a thread while something else is measured, and the gaps between their tokens.
+
+And a thread that notices when the machine stops.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import TracebackType
 
@@ -19,6 +22,7 @@ PROMPT_TOKENS = 4
 PATIENCE_SECONDS = 120.0
 FIRST_EVENTS = 4
 """Of every stream, before anything is measured."""
+NAP_SECONDS = 0.005
 
 
 class Streams:
@@ -97,6 +101,39 @@ class Streams:
             except (KtError, httpx.HTTPError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
+
+
+class Naps:
+    """A thread that sleeps `NAP_SECONDS` again and again, in the block. How late it wakes says how long nothing ran: a
+    virtual machine is sometimes stopped for 0.2 to 0.5 s, which its system does not count as stolen time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._woke: list[tuple[float, float]] = []  # when, and how many seconds too late
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Naps:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def latest_ms(self, since: float, until: float) -> float:
+        """How late the thread woke at most, of naps that overlap the time."""
+        late = [1e3 * late for woke, late in list(self._woke) if woke >= since and woke - late <= until]
+        return max(late, default=0.0)
+
+    def _run(self) -> None:
+        fell_asleep = self._clock()
+        while not self._ends.wait(NAP_SECONDS):
+            woke = self._clock()
+            self._woke.append((woke, woke - fell_asleep - NAP_SECONDS))
+            fell_asleep = woke
 
 
 def now() -> float:

@@ -32,6 +32,7 @@ def test_sessions_files_and_cycles_are_measured_and_no_stream_fails(
         assert row["publish_ms"] > 0 and row["decode_step_ms"] > 0 and row["longest_gap_ms"] > 0
         assert row["stall_ms"] >= row["median_stall_ms"] >= 0
         assert row["stolen_ms"] is None or row["stolen_ms"] >= 0
+        assert row["stopped_ms"] > 0 and (row["control_stopped_ms"] is not None) == (row["what"] == "load")
         assert (row["control_median_stall_ms"] is not None) == (row["what"] == "load")
         phases = [row[f"{name}_stall_ms"] for name in ("publishing", "first_token", "unloading")]
         assert max(phases) <= row["stall_ms"] if row["what"] == "load" else phases == [None] * 3

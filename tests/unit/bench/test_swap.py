@@ -17,7 +17,7 @@ from kt_runtime.bench.swap.figures import Swap, growth, result_of, row_of
 from kt_runtime.bench.swap.files import write_adapter
 from kt_runtime.bench.swap.plan import Plan, Size, bytes_of, rank_bytes, size_of
 from kt_runtime.bench.swap.report import print_report
-from kt_runtime.bench.swap.streams import Streams
+from kt_runtime.bench.swap.streams import NAP_SECONDS, Naps, Streams
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.serve.models.presets import load_preset
@@ -133,6 +133,16 @@ def test_gaps_are_those_of_single_requests_that_overlap_the_time() -> None:
     assert streams.ended_gaps_ms(1.0, 1.5) + streams.ended_gaps_ms(1.5, 3.0) == streams.gaps_ms(1.0, 3.0)
     assert streams.ended_gaps_ms(2.0, 9.0) == pytest.approx([1500.0], rel=3e-14)
     streams._loop.close()
+
+
+def test_a_thread_that_sleeps_notices_that_the_machine_stopped() -> None:
+    times = iter([10.0, 10.005, 10.417, 10.422])
+    naps = Naps(clock=lambda: next(times))
+    naps._ends = SimpleNamespace(wait=lambda seconds: seconds != NAP_SECONDS or len(naps._woke) == 3)  # type: ignore[assignment]
+    naps._run()
+    assert naps.latest_ms(9.0, 11.0) == naps.latest_ms(10.1, 10.2) == pytest.approx(407.0, rel=1e-11)
+    assert naps.latest_ms(10.0, 10.004) == 0.0
+    assert naps.latest_ms(10.418, 11.0) == pytest.approx(0.0, abs=1e-11)  # 7.9e-13
 
 
 def test_a_report_becomes_a_measurement_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
