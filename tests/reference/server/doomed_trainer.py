@@ -25,7 +25,8 @@ TRAINER = textwrap.dedent(
     from kt_runtime.wire import Batch, ResidentClient
     from kt_runtime.wire import messages
 
-    address, call, path = sys.argv[1:]
+    print("ready", flush=True)
+    address, call, path = (sys.stdin.readline().strip() for _ in range(3))
     client = ResidentClient(address)
     rows = np.random.default_rng(5).integers(3, 700, (8, 65)).tolist()
     batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
@@ -56,15 +57,33 @@ TRAINER = textwrap.dedent(
 )
 
 
+class DoomedTrainer:
+    """In the block the process has imported what it needs, and waits for its call."""
+
+    def __enter__(self) -> DoomedTrainer:
+        command = [sys.executable, "-P", "-c", TRAINER]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._read() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            self._process.kill()
+
+    def killed_in(self, call: str, address: str, path: Path) -> None:
+        """Returns once the trainer is dead. `path`: of `save`, `load` and `load_adapter`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{address}\n{call}\n{path}\n")
+        self._process.stdin.flush()
+        said = self._read()
+        self._process.send_signal(signal.SIGKILL)
+        assert (said, self._process.wait()) == ("sent", -signal.SIGKILL)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
 def killed_in(call: str, address: str, path: Path) -> None:
-    """Returns once the trainer is dead. `path`: of `save`, `load` and `load_adapter`."""
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", TRAINER, address, call, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as trainer:
-        assert trainer.stdout is not None
-        said = trainer.stdout.readline()
-        trainer.send_signal(signal.SIGKILL)
-        assert (said, trainer.wait()) == ("sent\n", -signal.SIGKILL)
+    with DoomedTrainer() as trainer:
+        trainer.killed_in(call, address, path)

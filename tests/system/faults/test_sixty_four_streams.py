@@ -4,6 +4,7 @@ in each call of the protocol: none fails, and each answer is of one version that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -180,10 +181,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def let_a_trainer_die(call: str, client: ResidentClient, api: ServerAPI, place: Path) -> None:
+def let_a_trainer_die(
+    doomed: doomed_trainer.DoomedTrainer, call: str, client: ResidentClient, api: ServerAPI, place: Path
+) -> None:
     """In this call. Nothing of it stays behind."""
     client.create_session(doomed_trainer.SESSION, LoraSettings(rank=RANK, alpha=64.0, seed=1))
-    doomed_trainer.killed_in(call, client.address, place / ("doomed" if call == "save" else "source-0"))
+    doomed.killed_in(call, client.address, place / ("doomed" if call == "save" else "source-0"))
     left = {doomed_trainer.SESSION} if call != "close_session" else set()
     left |= {doomed_trainer.CREATED} if call == "create_session" else set()
     until(lambda: {info.session for info in client.status(wait_s=0).sessions} == {TRAINED, *left})
@@ -207,13 +210,14 @@ def test_none_of_sixty_four_streams_fails_whatever_happens_to_adapters_and_train
     for source in (first, second):
         load(api, MOVING, source)
         expected[MOVING].append(answers(api, MOVING))
-    with resident_client(api, timeout_s=SECONDS) as client:
+    with resident_client(api, timeout_s=SECONDS) as client, contextlib.ExitStack() as held:
+        doomed = [held.enter_context(doomed_trainer.DoomedTrainer()) for _ in DEATHS]
         trainer = Trainer(api, client)
         trainer.publish()
         with Load(api.url) as streams:
             streams.wait_for(NUM_STREAMS)
-            for call in DEATHS:
-                let_a_trainer_die(call, client, api, tmp_path)
+            for call, trainer_of_call in zip(DEATHS, doomed, strict=True):
+                let_a_trainer_die(trainer_of_call, call, client, api, tmp_path)
                 trainer.publish()
                 load(api, MOVING, first)
                 api.post(f"/kt/adapters/{MOVING}/rollback", {"version": None})
