@@ -12,7 +12,7 @@ from typing import Any
 
 from kt_runtime.bench.options import DTYPE_BYTES
 from kt_runtime.bench.page.measurement import Cell, Column, Figure, Kind, Measurement, Range, Row, Single, Table, write
-from kt_runtime.bench.swap.figures import PHASES as SWAP_PHASES
+from kt_runtime.bench.swap.figures import HEADINGS as SWAP_HEADINGS
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.files import errors_of_path, read_regular
 from kt_runtime.serve.models.checkpoint import count_parameters
@@ -485,25 +485,11 @@ def _swap(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
         Single("publications that were unloaded again", settings["cycles"], "cycles"),
         Single("memory that grew after the first hundred of them", _rounded(growth, MEBI), "MiB"),
     ]
-    columns = [Column("adapter", "MB"), Column("published", "ms"), Column("first token", "ms")]
-    columns += [Column("unloaded", "ms"), Column("decode step", "ms"), Column("longest stall", "ms")]
-    columns += [Column("longest stall, median of rounds", "ms"), Column("longest stall before and after", "ms")]
-    columns += [Column("longest stall in the control", "ms"), Column("control's, median of rounds", "ms")]
-    columns += [Column(f"longest stall, {phase.replace('_', ' ')}", "ms") for phase in SWAP_PHASES]
-    columns += [Column("stolen by the machine's host", "ms"), Column("stolen in the control", "ms")]
-    columns += [Column("longest stop of the machine", "ms"), Column("longest stop in the control", "ms")]
+    columns = [Column("adapter", "MB"), *(Column(heading, "ms") for heading in SWAP_HEADINGS.values())]
     rows = [
         Row(
             [row["what"], f"{row['rank']}, {row['targets']}", str(row["streams"])],
-            [
-                _rounded(row["adapter_bytes"], MEGA),
-                *(_rounded(row[name]) for name in ("publish_ms", "first_token_ms", "unload_ms")),
-                *(_rounded(row[name]) for name in ("decode_step_ms", "stall_ms", "median_stall_ms", "quiet_stall_ms")),
-                *(_rounded(row[name]) for name in ("control_stall_ms", "control_median_stall_ms")),
-                *(_rounded(row[f"{phase}_stall_ms"]) for phase in SWAP_PHASES),
-                *(_rounded(row[name]) for name in ("stolen_ms", "control_stolen_ms")),
-                *(_rounded(row[name]) for name in ("stopped_ms", "control_stopped_ms")),
-            ],
+            [_rounded(row["adapter_bytes"], MEGA), *(_rounded(row[name]) for name in SWAP_HEADINGS)],
         )
         for row in report["rows"]
     ]

@@ -24,17 +24,35 @@ PHASES = ("publishing", "first_token", "unloading")
 """Of a load's round: until the name has moved and each stream has got a token, until the adapter is unloaded, and the
 rest. A large adapter's first token takes a prompt and a step that are longer than the base's."""
 
+HEADINGS = {
+    "publish_ms": "published",
+    "first_token_ms": "first token",
+    "unload_ms": "unloaded",
+    "decode_step_ms": "decode step",
+    "stall_ms": "longest stall",
+    "median_stall_ms": "longest stall, median of rounds",
+    "quiet_stall_ms": "longest stall before and after",
+    "control_stall_ms": "longest stall in the control",
+    "control_median_stall_ms": "control's, median of rounds",
+    **{f"{phase}_stall_ms": f"longest stall, {phase.replace('_', ' ')}" for phase in PHASES},
+    "stolen_ms": "stolen by the machine's host",
+    "control_stolen_ms": "stolen in the control",
+    "stopped_ms": "longest stop of the machine",
+    "control_stopped_ms": "longest stop in the control",
+}
+"""Times of a row -> their headings in documents."""
+
 
 @dataclass
 class Swap:
     """One case: `quiet`, `during`, `control`: gaps in milliseconds between the tokens of `streams` streams; `during`
     those of each round, `control` those of as long a time in which nothing was published. `phases`: those of each round
-    by phase, of a load. `publish_ms`: from the
-    request to the moved name. `first_token_ms`: from the request (of a session: from the end of the optimizer step) to
-    the first token of the new version. `unload_ms`: of the request that unloads the name. `stolen_ms`,
-    `control_stolen_ms`: how long the machine's host kept the processors from running during the rounds and the
-    controls, the mean of the processors; None where the system does not say it. `stopped_ms`, `control_stopped_ms`: by
-    how much a thread that only sleeps woke too late at most, in each round and each control."""
+    by phase, of a load. `publish_ms`: from the request to the moved name. `first_token_ms`: from the request (of a
+    session: from the end of the optimizer step) to the first token of the new version. `unload_ms`: of the request that
+    unloads the name. `stolen_ms`, `control_stolen_ms`: how long the machine's host kept the processors from running
+    during the rounds and the controls, the mean of the processors; None where the system does not say it. `stopped_ms`,
+    `control_stopped_ms`: by how much a thread that only sleeps woke too late at most, in each round and each control.
+    """
 
     what: str
     size: str | None
