@@ -5,11 +5,13 @@ them. Reference cycles among frozen objects are never collected, also those that
 during requests or training steps therefore keeps some of their objects for ever, with their tensors: after eight
 minutes of fuzzing the scheduler had 10,777 such objects and 8 MB of their memory, with this patch 49 objects.
 
-The first freeze of a process happens, whatever it adds: when the server is ready. It ends with memory for what requests
-will allocate (`reserve`). CPython collects all objects only
-when those that survived since the last time are a quarter of those that there were then (`long_lived_total`), and does
-not notice that objects were frozen. So each freeze ends with a collection, of the few objects that are left: without
-it the garbage of requests would stay until a quarter as many objects have survived as a process has at its start.
+The first freeze of a process happens, whatever it adds: when the server is ready. The process then also takes the
+memory that requests will need for Python's small objects (`resident/memory.py`).
+
+CPython collects all objects only when those that survived since the last time are a quarter of those that there were
+then (`long_lived_total`), and does not notice that objects were frozen. So each freeze ends with a collection, of the
+few objects that are left: without it the garbage of requests would stay until a quarter as many objects have survived
+as a process has at its start.
 
 Symbol: `sglang.srt.utils.common.freeze_gc`. A hook on it reaches every module that imports the function: `scheduler`,
 `detokenizer_manager` and `tokenizer_manager`. A hook on each of these names would wrap the hooks of the others.
@@ -22,7 +24,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from kt_runtime.resident.memory import reserve
+from kt_runtime.resident.memory import reserve_for_small_objects
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Freezes:
         gc.collect()
         _num_frozen += num_new
         if _frozen_by != os.getpid():
-            reserve()
+            reserve_for_small_objects()
         _frozen_by = os.getpid()
 
 

@@ -179,7 +179,8 @@ class ServeCommand(click.Command):
 @click.option(
     "--finetuning-dir",
     metavar="DIR|off",
-    help="Where OpenAI's fine-tuning API keeps its files and jobs; off: no such API. [default: in --adapter-dir]",
+    help="Where OpenAI's fine-tuning API keeps its files and jobs, with several hosts a directory that all see; "
+    "off: no such API. [default: in --adapter-dir]",
 )
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option(

@@ -56,12 +56,12 @@ def keep_freed_memory(most_bytes: int = MOST_KEPT_BYTES) -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, mapped_from)) and bool(mallopt(_M_TRIM_THRESHOLD, most_bytes))
 
 
-def reserve(num_bytes: int = _RESERVED_BYTES) -> None:
-    """Takes memory for Python's small objects now, which the process would take bit by bit.
+def reserve_for_small_objects(num_bytes: int = _RESERVED_BYTES) -> None:
+    """Takes memory for Python's small objects (those of up to 512 bytes) now, which the process would take bit by bit.
 
-    How much Python needs depends on what is alive at once, and on the gaps between: both reach their maxima in the
-    first ten thousand requests. With the reserve a server's memory does not grow by megabytes meanwhile, and what does
-    grow is a leak. Python gives an arena back once it is empty: one object in each half of it keeps it.
+    How much Python needs depends on how many objects are alive at once, and on the gaps between them. Both grow over
+    the first ten thousand requests of a server, by megabytes that look like a leak. Python gives an arena of this
+    memory back once it is empty: one object that stays in each half of it prevents that.
     """
     small = [bytes(_SMALL_BYTES) for _ in range(num_bytes // _SMALL_BYTES)]
     _reserved.extend({id(each) >> _HALF_ARENA_BITS: each for each in small}.values())

@@ -41,8 +41,8 @@ from kt_runtime.serve.hosts.place import HostPlace, listening
 
 logger = logging.getLogger(__name__)
 
-SEEN_FILE = ".hosts-"
-"""Begins the name of the file by which other hosts recognise host 0's --adapter-dir."""
+PROBE_FILE = ".hosts-"
+"""Begins the name of the files by which other hosts recognise host 0's --adapter-dir and --finetuning-dir."""
 USER_MISTAKE = 2
 
 
@@ -85,7 +85,7 @@ class Leader:
         self.store: socket.socket | None = None
         self.leaving: Callable[[], None] = lambda: None
         self._place, self._facts, self._clock, self._join_s = place, facts, clock, join_s
-        self._adapter_file = adapters / f"{SEEN_FILE}{secrets.token_hex(8)}"
+        self._adapter_file = adapters / f"{PROBE_FILE}{secrets.token_hex(8)}"
         self._job_file: Path | None = None
         if jobs is not None and not jobs.resolve().is_relative_to(adapters.resolve()):
             self._job_file = jobs / self._adapter_file.name
@@ -99,17 +99,17 @@ class Leader:
         """Waits until all hosts are there and equal. Raises InvalidValueError, on all of them, where they differ;
         RequestTimeoutError if one does not come."""
         try:
-            for file in self._seen_files():
+            for file in self._probe_files():
                 file.touch()
             return self._loop.call(self._meet(say))
         except KtError as error:
             self.end([str(error)], error.exit_status)
             raise
         finally:
-            for file in self._seen_files():
+            for file in self._probe_files():
                 file.unlink(missing_ok=True)
 
-    def _seen_files(self) -> list[Path]:
+    def _probe_files(self) -> list[Path]:
         return [self._adapter_file, *([] if self._job_file is None else [self._job_file])]
 
     def remote_looks(self) -> list[tuple[str, ProcessLook]]:

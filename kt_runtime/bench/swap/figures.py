@@ -74,22 +74,18 @@ class Swap:
 
 
 def row_of(swap: Swap) -> dict[str, Any]:
-    step, longest = median(swap.quiet), [max(gaps) for gaps in swap.during]
-    control = [max(gaps) for gaps in swap.control]
+    step = median(swap.quiet)
+    rounds = {"": swap.during, "control_": swap.control, **{f"{name}_": swap.phases.get(name, []) for name in PHASES}}
     row = {name: getattr(swap, name) for name in ("what", "size", "rank", "targets", "adapter_bytes", "streams")}
     for name in ("publish_ms", "first_token_ms", "unload_ms"):
         values = getattr(swap, name)
         row[name] = median(values) if values else None
     return row | {
-        "rounds": len(longest),
+        "rounds": len(swap.during),
         "decode_step_ms": step,
-        "longest_gap_ms": max(longest),
-        "stall_ms": max(0.0, max(longest) - step),
-        "median_stall_ms": max(0.0, median(longest) - step),
+        "longest_gap_ms": max(map(max, swap.during)),
         "quiet_stall_ms": max(0.0, max(swap.quiet) - step),
-        "control_stall_ms": max(0.0, max(control) - step) if control else None,
-        "control_median_stall_ms": max(0.0, median(control) - step) if control else None,
-        **{f"{name}_{key}": value for name in PHASES for key, value in _stalls(swap.phases.get(name, []), step)},
+        **{f"{prefix}{key}": value for prefix, each in rounds.items() for key, value in _stalls(each, step)},
         "stolen_ms": swap.stolen_ms,
         "control_stolen_ms": swap.control_stolen_ms,
         "stopped_ms": max(swap.stopped_ms, default=None),
@@ -98,7 +94,7 @@ def row_of(swap: Swap) -> dict[str, Any]:
 
 
 def _stalls(rounds: Sequence[Sequence[float]], step: float) -> Iterator[tuple[str, float | None]]:
-    """Of one phase."""
+    """The longest of all rounds, and the median of each round's longest. `rounds`: the gaps of each."""
     longest = [max(gaps) for gaps in rounds if gaps]
     yield "stall_ms", max(0.0, max(longest) - step) if longest else None
     yield "median_stall_ms", max(0.0, median(longest) - step) if longest else None

@@ -6,43 +6,38 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from kt_runtime.bench.swap.figures import ALLOWED_MS, PHASES
+from kt_runtime.bench.swap.figures import ALLOWED_MS
 from kt_runtime.cli.console import console_of_width
 
-NARROW = 130  # columns, if the output is no terminal
+NARROW = 140  # columns, if the output is no terminal
+COLUMNS = {
+    "publish_ms": "published",
+    "first_token_ms": "first token",
+    "decode_step_ms": "step",
+    "stall_ms": "stall",
+    "median_stall_ms": "median",
+    "control_stall_ms": "control",
+    "control_median_stall_ms": "median",
+    "publishing_stall_ms": "publishing",
+    "stopped_ms": "stopped",
+}
+"""Times of a row -> their headings. The JSON has more."""
 
 
 def print_report(result: dict[str, Any]) -> None:
     console = console_of_width(NARROW)
     facts = result["swap"]
-    headings = (
-        "MB",
-        "published",
-        "first token",
-        "unloaded",
-        "step",
-        "stall",
-        "median",
-        "control",
-        "its median",
-        *(f"stall, {phase.replace('_', ' ')}" for phase in PHASES),
-        "stolen",
-        "stopped",
-    )
     table = Table(
-        "adapter",
-        *(Column(heading, justify="right") for heading in headings),
+        Column("rank, targets, streams", no_wrap=True),
+        *(Column(heading, justify="right", no_wrap=True) for heading in ("MB", *COLUMNS.values())),
         title=f"{facts['model']} in {facts['dtype']}: milliseconds, the longest stall of all rounds and their median",
     )
     for row in result["rows"]:
-        name = f"{row['what']}: rank {row['rank']}, {row['targets']}, beside {row['streams']} streams"
-        keys = ["publish_ms", "first_token_ms", "unload_ms", "decode_step_ms", "stall_ms", "median_stall_ms"]
-        keys += ["control_stall_ms", "control_median_stall_ms"]
-        keys += [*(f"{phase}_stall_ms" for phase in PHASES), "stolen_ms", "stopped_ms"]
+        name = f"{row['what']}: {row['rank']}, {row['targets']}, {row['streams']}"
         table.add_row(
             name,
             f"{row['adapter_bytes'] / 1e6:.0f}",
-            *("" if row[key] is None else f"{row[key]:.0f}" for key in keys),
+            *("" if row[key] is None else f"{row[key]:.0f}" for key in COLUMNS),
         )
     console.print(table)
     growth = result["rss_growth_bytes"]

@@ -211,13 +211,13 @@ def test_none_of_sixty_four_streams_fails_whatever_happens_to_adapters_and_train
         load(api, MOVING, source)
         expected[MOVING].append(answers(api, MOVING))
     with resident_client(api, timeout_s=SECONDS) as client, contextlib.ExitStack() as held:
-        doomed = [held.enter_context(doomed_trainer.DoomedTrainer()) for _ in DEATHS]
+        trainers = [held.enter_context(doomed_trainer.DoomedTrainer()) for _ in DEATHS]
         trainer = Trainer(api, client)
         trainer.publish()
         with Load(api.url) as streams:
             streams.wait_for(NUM_STREAMS)
-            for call, trainer_of_call in zip(DEATHS, doomed, strict=True):
-                let_a_trainer_die(trainer_of_call, call, client, api, tmp_path)
+            for call, doomed in zip(DEATHS, trainers, strict=True):
+                let_a_trainer_die(doomed, call, client, api, tmp_path)
                 trainer.publish()
                 load(api, MOVING, first)
                 api.post(f"/kt/adapters/{MOVING}/rollback", {"version": None})

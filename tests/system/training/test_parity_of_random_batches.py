@@ -25,6 +25,7 @@ from reference.cases import choose, in_pairs
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 from reference.parity import Agreement, mean_k3, tiny_deepseek_v2
 from reference.quantized import SCHEMES
+from reference.resident.one_at_a_time import OneAtATime
 from reference.resident.scheduler import Engine, engine, patch_sglang
 from reference.server.random_traffic import Traffic, Trainer
 
@@ -89,26 +90,8 @@ class Model:
         return place / "quantized"
 
 
-class Models:
-    """One at a time: the last one stays until another is asked for. pytest itself would build a module's fixture again
-    for each case of a `parametrize` whose rows name it, although the next row has the same model."""
-
-    def __init__(self, places: pytest.TempPathFactory) -> None:
-        self._places, self._running = places, contextlib.ExitStack()
-        self._asked: tuple[str, str] | None = None
-        self._model: Model | None = None
-
-    def of(self, family: str, dtype: str) -> Model:
-        if self._asked != (family, dtype):
-            self.close()
-            self._model = self._running.enter_context(started_model(family, dtype, self._places.mktemp("model")))
-            self._asked = family, dtype
-        assert self._model is not None
-        return self._model
-
-    def close(self) -> None:
-        self._asked = self._model = None
-        self._running.close()
+Models = OneAtATime[tuple[str, str], Model]
+"""By family and dtype."""
 
 
 @contextlib.contextmanager
@@ -131,14 +114,13 @@ def started_model(family: str, dtype: str, place: Path) -> Iterator[Model]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     patch_sglang()
-    made = Models(tmp_path_factory)
-    yield made
-    made.close()
+    with contextlib.closing(Models(lambda case: started_model(*case, tmp_path_factory.mktemp("model")))) as made:
+        yield made
 
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, models: Models) -> Model:
-    return models.of(*request.param)
+    return models.of(request.param)
 
 
 def run_batches(model: Model, held: str, isa: str, num_batches: int = BATCHES) -> Traffic:

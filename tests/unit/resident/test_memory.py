@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from kt_runtime.resident.memory import FreedMemory, resident_set_bytes, return_freed_memory
 
+TESTS = Path(__file__).parents[2]
 SIZE = 24 << 20  # above the C library's default threshold for mapping, below the raised one
 
 PROGRAM = f"""
@@ -62,30 +64,28 @@ def test_a_rank_gives_back_the_holes_between_its_tensors() -> None:
 
 
 RESERVED = """
-import sys
-from pathlib import Path
-from kt_runtime.resident.memory import reserve
-MIB = 1 << 20
-
-def anonymous():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+import os, sys
+sys.path.append(sys.argv[1])
+from reference.server.anonymous_memory import anonymous_bytes
+from kt_runtime.resident.memory import reserve_for_small_objects
+MIB, PID = 1 << 20, os.getpid()
 
 def used():
-    before = anonymous()
+    before = anonymous_bytes(PID)
     objects = [b"%400d" % number for number in range(3 * MIB // 448)]
-    return anonymous() - before
+    return anonymous_bytes(PID) - before
 
+anonymous_bytes(PID)  # what reading it takes is there afterwards
 if "reserve" in sys.argv:
-    before = anonymous()
-    reserve(4 * MIB)
-    print(anonymous() - before)
+    before = anonymous_bytes(PID)
+    reserve_for_small_objects(4 * MIB)
+    print(anonymous_bytes(PID) - before)
 print(used(), used())
 """
 
 
 def grown(*arguments: str) -> list[int]:
-    command = [sys.executable, "-P", "-c", RESERVED, *arguments]
+    command = [sys.executable, "-P", "-c", RESERVED, str(TESTS), *arguments]
     return [int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -133,6 +134,13 @@ def port() -> Iterator[int]:
         opened.bind(("127.0.0.1", 0))
         number = opened.getsockname()[1]
     yield number
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """`serve` sets variables, such as the network interface of ranks, which later tests' servers would inherit."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

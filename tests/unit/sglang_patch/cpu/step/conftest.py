@@ -9,7 +9,7 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ import pytest
 from reference.cases import choose
 from reference.instruction_sets import instruction_sets
 from reference.resident.native_step import CASES, SINGLE_CASES, Both
+from reference.resident.one_at_a_time import OneAtATime
 from reference.resident.scheduler import Engine, engine
 
 from kt_runtime.experts import dense
@@ -26,6 +27,9 @@ from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.wire.replies import STEP_RUNNING
 
 HERE = Path(__file__).parent
+EVERY_CASE = CASES | SINGLE_CASES
+Engines = OneAtATime[str, tuple[Engine, Path]]
+"""With their models' directories."""
 FEW = {"float32", "DeepSeek-V2, bfloat16"}
 ONE_A_FAMILY = FEW | {"DeepSeek-V3, float32", "Qwen3.5, float32"}
 
@@ -65,49 +69,40 @@ def _is_left_out(item: pytest.Item) -> bool:
     return case.params["served"] not in choose(few=FEW, usual=usual, every=set(CASES))
 
 
-class Engines:
-    """SGLang's own scheduler in this process, with a tiny model; prefills and decodes may share a batch.
+def without_instruction_set(name: str) -> str:
+    """What the cases that differ in the instruction set alone have in common."""
+    *_, store = EVERY_CASE[name]
+    return name.removesuffix(f", {store.get('isa')}")
 
-    Cases that differ in the instruction set alone follow one another. They share a scheduler, which loads its experts
-    again: that sets the instruction set of all that the CPU computes (`open_store`).
-    """
 
-    def __init__(self, directories: pytest.TempPathFactory) -> None:
-        self._directories, self._stack = directories, ExitStack()
-        self._case, self._model = "", Path()
-        self._engine: Engine | None = None
-
-    def of(self, name: str) -> Engine:
-        preset, changes, dtype, store = (CASES | SINGLE_CASES)[name]
-        case = name.removesuffix(f", {store.get('isa')}")
-        if self._engine is not None and case == self._case:
-            self._engine.load_experts(self._model, **store)
-            return self._engine
-        self.close()
-        self._case, self._model = case, self._directories.mktemp("model") / "tiny"
-        make_model(msgspec.structs.replace(preset, config=preset.config | changes), self._model, seed=3)
-        self._engine = self._stack.enter_context(engine(self._model, "--dtype", dtype, "--enable-mixed-chunk", **store))
-        self._engine.new_tokens = 4  # one from the prompt's batch, three from decodes
-        return self._engine
-
-    def close(self) -> None:
-        self._stack.close()
-        self._engine = None
+@contextmanager
+def started(name: str, directory: Path) -> Iterator[tuple[Engine, Path]]:
+    """SGLang's own scheduler in this process, with a tiny model; prefills and decodes may share a batch."""
+    preset, changes, dtype, store = EVERY_CASE[name]
+    make_model(msgspec.structs.replace(preset, config=preset.config | changes), directory, seed=3)
+    with engine(directory, "--dtype", dtype, "--enable-mixed-chunk", **store) as running:
+        running.new_tokens = 4  # one from the prompt's batch, three from decodes
+        yield running, directory
 
 
 @pytest.fixture(scope="module")
 def engines(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with closing(Engines(tmp_path_factory)) as started:
-        yield started
+    first = {without_instruction_set(name): name for name in reversed(EVERY_CASE)}
+    with closing(Engines(lambda case: started(first[case], tmp_path_factory.mktemp("model") / "tiny"))) as made:
+        yield made
 
 
 @pytest.fixture(scope="module", params=CASES)
 def served(request: pytest.FixtureRequest, engines: Engines) -> Engine:
-    started = engines.of(request.param)
-    *_, store = (CASES | SINGLE_CASES)[request.param]
+    """Cases that differ in the instruction set alone follow one another and share a scheduler, which loads its experts
+    again: that sets the instruction set of all that the CPU computes (`open_store`)."""
+    running, model = engines.of(without_instruction_set(request.param))
+    *_, store = EVERY_CASE[request.param]
+    if store.get("isa") not in (None, expert_store().isa):
+        running.load_experts(model, **store)
     assert dense._native is not None and dense._native.isa == expert_store().isa
     assert store.get("isa") in (None, expert_store().isa)
-    return started
+    return running
 
 
 @pytest.fixture
