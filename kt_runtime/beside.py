@@ -13,8 +13,9 @@ After the prompt that follows a decode step the engine's thread does not sleep: 
 already, and wait for one thing at a time. It sleeps after the next batch, of whatever kind.
 
 So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
-is. There is progress during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt
-does not stop a publication.
+is. After a step that took longer than usual the engine's thread sleeps for so much less: a stream then waits no longer
+than for a usual step and `MOST_GIVEN_SECONDS`, or for the step alone. There is progress during a long batch, too, of
+`SHARE` of its time after the first `ALONE_SECONDS`: a long prompt does not stop a publication.
 
 The client of a small adapter waits for it, and it is ready within 40 ms on free processors. Its threads (`hurry`) never
 pause. If it is not ready at a batch's end, the engine's thread sleeps until it is (`ended`), at most `WAITED` of the
@@ -38,8 +39,10 @@ ALONE_SECONDS = 0.08
 """Nothing computes beside a batch before it has taken so long: most decode steps end earlier."""
 SHARE = 0.05
 """Of a batch's time from then on, that each thread beside it may compute."""
-GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.018
+GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.008
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
+USUAL_STEPS = 16
+"""About so many of the last steps say how long one usually takes."""
 WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 """While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
 HURRY_SECONDS = 0.5
@@ -68,22 +71,28 @@ class Batches:
         self._number, self._seconds = 0, 0.0  # of the latest batch; 0 after `give`
         self._ended = float("-inf")  # when the latest batch did
         self._began: float | None = None  # None: no batch is computed
-        self._is_prompt, self._puts_off = False, False  # the latest batch; whether its `give` was put off
+        self._is_prompt, self._is_step = False, False  # the latest batch
+        self._puts_off = False  # the `give` of the latest batch
+        self._usual: float | None = None  # seconds of a step
         self._has_paused = False
         self._of_thread = threading.local()
         self._hurrying: dict[int, float] = {}  # since when, by thread
 
     @contextmanager
-    def computing(self, *, is_prompt: bool = False) -> Iterator[None]:
-        """A batch is computed in the block, by any number of threads. `is_prompt`: no stream gets a token by it."""
+    def computing(self, *, is_prompt: bool = False, is_step: bool = False) -> Iterator[None]:
+        """A batch is computed in the block, by any number of threads. `is_prompt`: no stream gets a token by it.
+        `is_step`: every stream gets one, and nothing else is done."""
         self._number += 1
-        self._is_prompt = is_prompt
+        self._is_prompt, self._is_step = is_prompt, is_step
         began = self._began = self._clock()
         try:
             yield
         finally:
             self._began, self._ended = None, self._clock()
             self._seconds = self._ended - began
+            if is_step:
+                usual = self._seconds if self._usual is None else self._usual
+                self._usual = usual + (self._seconds - usual) / USUAL_STEPS
             if self._has_paused:
                 with self._changed:
                     self._changed.notify_all()
@@ -103,11 +112,16 @@ class Batches:
             return
         has_paused, self._has_paused = self._has_paused, False
         now = self._clock()
-        given = now + min(MOST_GIVEN_SECONDS, GIVEN * seconds) if has_paused else now
+        given = now + (self._given(seconds) if has_paused else 0.0)
         waited = now + min(MOST_WAITED_SECONDS, WAITED * seconds + LEAST_WAITED_SECONDS)
         while (left := (waited if self._hurries(now) else given) - now) > 0:
             self._sleep(min(DOZE_SECONDS, left))
             now = self._clock()
+
+    def _given(self, seconds: float) -> float:
+        """After a batch that took so long; 0 or less: nothing. Other batches than steps are not compared."""
+        whole = min(MOST_GIVEN_SECONDS, GIVEN * seconds)
+        return min(whole, self._usual + whole - seconds) if self._is_step and self._usual is not None else whole
 
     def _hurries(self, now: float) -> bool:
         return any(now - since < HURRY_SECONDS for since in list(self._hurrying.values()))

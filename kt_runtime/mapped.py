@@ -21,6 +21,10 @@ import numpy as np
 
 from kt_runtime.beside import PIECE_BYTES, give_way, pause
 
+LEAST_COMMITTED_BYTES = 64 << 10
+"""The system call takes as long as a few faults."""
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; Python's mmap has no name for it
+
 
 def mapped(num_bytes: int) -> mmap.mmap:
     """Zeros; the system commits a page when it is first written. `num_bytes` is at least 1."""
@@ -49,6 +53,14 @@ def give_piece_back(memory: mmap.mmap, begin: int, end: int) -> None:
     """As `give_pages_back`, at once. `begin` is at a page."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     _madvise()(ctypes.c_void_p(start + begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def commit(address: int, num_bytes: int) -> None:
+    """Commits whole pages among these bytes at once, right before they are written: a fault for each page takes half as
+    long again. Contents stay. Does nothing where the system can't (before Linux 5.14)."""
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last - first >= LEAST_COMMITTED_BYTES:
+        _madvise()(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_POPULATE_WRITE))
 
 
 def free_elsewhere(*objects: Any) -> None:

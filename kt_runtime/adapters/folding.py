@@ -36,17 +36,20 @@ def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
     """
     rank = max(part.pair.a.shape[-2] for part in parts)
     common = _common_scaling(parts)
-    # Views of the file's bytes stay where they are all that is left of it: else one small tensor would keep the whole.
-    owns = any(part.expert is not None for part in parts)
-    dense = {part.module.name: _uniform(part, rank, common, owns=owns) for part in parts if part.expert is None}
     experts: dict[str, dict[int, Part]] = {}
     modules: dict[str, LoraModule] = {}
     for part in parts:
         modules[part.module.name] = part.module
         if part.expert is not None:
             experts.setdefault(part.module.name, {})[part.expert] = part
+    stacked = {name: _stacked_views(modules[name], of_module, rank, common) for name, of_module in experts.items()}
+    # Views of the file's bytes stay where all of its experts are such: else one small tensor would keep the whole.
+    owns = None in stacked.values()
+    dense = {part.module.name: _uniform(part, rank, common, owns=owns) for part in parts if part.expert is None}
     pairs = {
-        name: dense[name] if name in dense else _stack(module, experts[name], rank, common)
+        name: dense[name]
+        if name in dense
+        else (None if owns else stacked[name]) or _stack(module, experts[name], rank, common)
         for name, module in modules.items()
     }
     alpha = plain_alpha if plain_alpha is not None else common * rank
@@ -63,6 +66,30 @@ def _uniform(part: Part, rank: int, common: float, *, owns: bool) -> LoraPair:
     pair = part.pair.scaled(part.scaling / common).padded(rank)
     copied = (new.clone() if owns and new is old else new for new, old in zip(pair, part.pair, strict=True))
     return LoraPair(*copied)
+
+
+def _stacked_views(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair | None:
+    """As `_stack`, without a copy, where the experts' tensors lie one behind the other (`read_tensor_file`)."""
+    if any(part.scaling != common or part.pair.a.shape[0] != rank for part in parts.values()):
+        return None
+    if len(parts) < module.num_experts:
+        return None
+    pairs = [parts[expert].pair for expert in range(module.num_experts)]
+    a, b = _one_view([pair.a for pair in pairs]), _one_view([pair.b for pair in pairs])
+    return None if a is None or b is None or a.dtype != b.dtype else LoraPair(a, b)
+
+
+def _one_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    pause()
+    first = tensors[0]
+    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    for number, each in enumerate(tensors):
+        is_next = (
+            each.untyped_storage().data_ptr() == memory and each.storage_offset() == begin + number * first.numel()
+        )
+        if not (is_next and each.is_contiguous() and (each.dtype, each.shape) == (first.dtype, first.shape)):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
 def _stack(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair:

@@ -11,14 +11,17 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from kt_runtime import spare
 from kt_runtime.beside import PIECE_BYTES, pause
 from kt_runtime.direct_file import BLOCK_BYTES, DIRECT_BYTES, DirectFile
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
+from kt_runtime.mapped import commit
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -72,7 +75,13 @@ class OpenDirectory:
         return sorted(names)
 
     def read(self, name: str, max_bytes: int) -> memoryview:
-        """The whole content of the regular file `name`, at most `max_bytes`. Raises AdapterError."""
+        """The whole content of the regular file `name`, at most `max_bytes`. Raises as `open`."""
+        with self.open(name, max_bytes) as file:
+            return file.read()
+
+    @contextlib.contextmanager
+    def open(self, name: str, max_bytes: int) -> Iterator[OpenFile]:
+        """The regular file `name`, of at most `max_bytes`. Raises AdapterError."""
         where = self.path / name
         try:
             descriptor = os.open(
@@ -87,9 +96,78 @@ class OpenDirectory:
                 raise AdapterError(f"{where}: is {kind}; expected a regular file")
             if status.st_size > max_bytes:
                 raise AdapterError(f"{where}: has {status.st_size} bytes; at most {max_bytes} are accepted")
-            return _read_exactly(descriptor, status.st_size, where)
+            yield OpenFile(where, descriptor, status.st_size)
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """`path` is for messages only. `size`: when the file was opened. The methods raise AdapterError if it is another
+    one when its bytes are read.
+
+    A large file is read past the system's page cache, where it is not in it: it is read once, and pages of gigabytes
+    would push out what is used.
+    """
+
+    path: Path
+    descriptor: int
+    size: int
+
+    def beginning(self, num_bytes: int) -> bytes:
+        """At most `size`."""
+        data = b""
+        while len(data) < num_bytes:
+            part = os.pread(self.descriptor, num_bytes - len(data), len(data))
+            if not part:
+                raise self._is_shorter(len(data))
+            data += part
+        return data
+
+    def read(self) -> memoryview:
+        """The whole content."""
+        data, done = _blocks(self.size), 0
+        with contextlib.closing(DirectFile(self.descriptor)) as direct:
+            while done < self.size:
+                done += self._read_into(data[done : done + PIECE_BYTES], done, direct)
+        self.check_end()
+        return data[: self.size]
+
+    def spread(self, begin: int, targets: Iterable[np.ndarray]) -> None:
+        """Fills `targets`, uint8, one after another with the bytes from `begin` on. On any thread; `check_end` is for
+        the caller."""
+        data = _blocks(min(self.size, PIECE_BYTES))
+        piece, done = np.frombuffer(data, np.uint8), begin // BLOCK_BYTES * BLOCK_BYTES
+        used = piece[:0]
+        with contextlib.closing(DirectFile(self.descriptor)) as direct:
+            for target in targets:
+                filled = 0
+                commit(target.ctypes.data, len(target))
+                while filled < len(target):
+                    if not len(used):
+                        count = self._read_into(data, done, direct)
+                        used, done = piece[max(0, begin - done) : count], done + count
+                        continue
+                    count = min(len(target) - filled, len(used))
+                    target[filled : filled + count] = used[:count]
+                    filled, used = filled + count, used[count:]
+
+    def _read_into(self, blocks: memoryview, done: int, direct: DirectFile) -> int:
+        """From `done`, a multiple of the block size, as many as `blocks` take or fewer, at least one."""
+        pause()
+        count = direct.read_into([blocks], done) if self.size >= DIRECT_BYTES else 0
+        count = count or os.preadv(self.descriptor, [blocks], done)
+        if not count:
+            raise self._is_shorter(done)
+        return count
+
+    def check_end(self) -> None:
+        """After the last byte was read."""
+        if os.pread(self.descriptor, 1, self.size):
+            raise AdapterError(f"{self.path}: became longer while it was read (more than {self.size} bytes)")
+
+    def _is_shorter(self, done: int) -> AdapterError:
+        return AdapterError(f"{self.path}: became shorter while it was read ({done} of {self.size} bytes)")
 
 
 @contextlib.contextmanager
@@ -111,20 +189,6 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
         os.close(descriptor)
 
 
-def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
-    """A large file is read past the system's page cache, where it is not in it: it is read once, and pages of gigabytes
-    would push out what is used."""
-    blocks = spare.array(-(-max(size, 1) // BLOCK_BYTES) * BLOCK_BYTES).data
-    data, done = blocks[:size], 0
-    with contextlib.closing(DirectFile(descriptor)) as direct:
-        while done < size:
-            pause()
-            piece = slice(done, done + PIECE_BYTES)
-            count = direct.read_into([blocks[piece]], done) if size >= DIRECT_BYTES else 0
-            count = count or os.preadv(descriptor, [data[piece]], done)
-            if not count:
-                raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
-            done += count
-    if done > size or os.pread(descriptor, 1, size):
-        raise AdapterError(f"{where}: became longer while it was read (more than {size} bytes)")
-    return data
+def _blocks(num_bytes: int) -> memoryview:
+    """Memory for so many and for the rest of their last block."""
+    return spare.array(-(-max(num_bytes, 1) // BLOCK_BYTES) * BLOCK_BYTES).data

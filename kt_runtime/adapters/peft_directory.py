@@ -28,6 +28,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -44,7 +45,7 @@ from kt_runtime.adapters.fused.parameters import (
 )
 from kt_runtime.adapters.paths import OpenDirectory, open_directory
 from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make_config, parse_config
-from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
+from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, Place, read_tensor_file, write_tensors
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups
 from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
 from kt_runtime.beside import pause
@@ -66,6 +67,7 @@ _FUSED_KEY = re.compile(
     r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.experts\.(?P<projection>gate|up|down)_lora_(?P<letter>[ab])"
 )
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
+_EXPERT_KEY = re.compile(r"(?P<parent>.+\.experts)\.(?P<expert>[0-9]{1,6})\.(?P<rest>\w+\.lora_[AB]\.weight)")
 _EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)")
 
 
@@ -92,7 +94,8 @@ def read_peft_directory(
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
         header = largest_header(family, config)
-        tensors = read_tensors(directory.read(TENSOR_FILE, largest), where, max_header_bytes=header)
+        with directory.open(TENSOR_FILE, largest) as file:
+            tensors = read_tensor_file(file, partial(_place, family=family), header)
         if _FUSED_FILE in directory.file_names():
             tensors = _with_kt_experts(tensors, settings, directory, largest, family, config)
             where = str(directory.path)
@@ -104,6 +107,12 @@ def read_peft_directory(
     parts += parts_of(fused, settings.scaling_of, family, config, where)
     adapter, filled = folded_whole(parts, _one_alpha(parts, settings), family, config, max_rank, where)
     return dataclasses.replace(adapter, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+
+
+def _place(key: str, family: Family) -> Place:
+    """The tensors of a layer's experts lie one behind the other, as `fold` stacks them."""
+    match = _EXPERT_KEY.fullmatch(_ours(key, family))
+    return (match["parent"], match["rest"], int(match["expert"])) if match else (key, "", 0)
 
 
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
@@ -228,7 +237,8 @@ def _with_kt_experts(
         )
     known = {module.name: module for module in family.lora_modules(config)}
     header = largest_header(family, config)
-    fused = read_tensors(directory.read(_FUSED_FILE, largest), where, max_header_bytes=header)
+    with directory.open(_FUSED_FILE, largest) as file:
+        fused = read_tensor_file(file, partial(_place, family=family), header)
     experts = _per_expert_tensors(fused, known, family, where)
     others = {name.replace(_WRAPPER, ""): tensor for name, tensor in tensors.items()}
     if len(others) < len(tensors):

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from kt_runtime.adapters.tensors import pieces
+from kt_runtime import spare
+from kt_runtime.adapters.paths import OpenFile
+from kt_runtime.adapters.tensors import ALIGNMENT, on_threads, pieces
 from kt_runtime.beside import pause
 from kt_runtime.checkpoint_file import MAX_HEADER_BYTES, Entry, header_bytes
 from kt_runtime.checkpoint_file import parse_header as parse_checked
@@ -33,6 +35,10 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 FLOAT_DTYPES = ("F32", "BF16", "F16")
+PART_BYTES = 16 << 20
+"""A thread reads so many at once: a small adapter is read by one."""
+Place = tuple[str, str, int]
+"""Two names and a number."""
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -71,6 +77,60 @@ def read_tensors(
         else:
             tensors[name] = torch.empty(entry.shape, dtype=dtype)
     return tensors
+
+
+def read_tensor_file(
+    file: OpenFile, place: Callable[[str], Place], max_header_bytes: int = MAX_HEADER_BYTES
+) -> dict[str, torch.Tensor]:
+    """The tensors of an open file in one piece of memory, in the order of the file's header. Raises as `read_tensors`,
+    before any tensor is read, and as `OpenFile.spread`.
+
+    `place`: of a tensor in memory, by its name. Those of equal names in it lie one behind the other by number, without
+    a gap, if their dtypes are equal: together they are one tensor, and need not be copied to become one.
+    """
+    entries = _header_of(file, max_header_bytes)
+    places, offset, last = {}, 0, None
+    for name in sorted(entries, key=place):
+        entry, group = entries[name], place(name)[:2]
+        alignment = DTYPES[entry.dtype].itemsize if group == last else ALIGNMENT
+        offset, last = -(-offset // alignment) * alignment, group
+        places[name] = slice(offset, offset := offset + entry.stop - entry.start)
+    memory = spare.array(max(offset, 1))
+
+    def read(names: list[str]) -> None:
+        file.spread(entries[names[0]].start, (memory[places[name]] for name in names))
+
+    parts = _parts(entries)
+    if len(parts) > 1:
+        on_threads(read, parts, file.size)
+    elif parts:
+        read(parts[0])
+    file.check_end()
+    whole, tensors = torch.from_numpy(memory), {}
+    for name, entry in entries.items():
+        pause()
+        tensors[name] = whole[places[name]].view(DTYPES[entry.dtype]).view(entry.shape)
+    return tensors
+
+
+def _parts(entries: Mapping[str, Entry]) -> list[list[str]]:
+    """Of the tensors in a file's order, for threads: consecutive ones, of about `PART_BYTES`."""
+    parts: list[list[str]] = []
+    stop = -1
+    for name in sorted(entries, key=lambda name: entries[name].start):
+        if entries[name].start >= stop:
+            parts.append([])
+            stop = entries[name].start + PART_BYTES
+        parts[-1].append(name)
+    return parts
+
+
+def _header_of(file: OpenFile, max_header_bytes: int) -> dict[str, Entry]:
+    try:
+        length = header_bytes(file.beginning(min(8, file.size)), file.size, max_header_bytes)
+        return parse_checked(file.beginning(8 + length)[8:], file.size, FLOAT_DTYPES)
+    except ValueError as error:
+        raise AdapterError(f"{file.path}: {error}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:

@@ -37,7 +37,8 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 PARTS_OF_THREAD = 4
 """Handing an item to a thread takes as long as computing a small one: each takes several at once."""
 
-_ALIGNMENT = 64  # a cache line
+ALIGNMENT = 64
+"""Bytes: a cache line."""
 LARGE_BYTES = 32 << 20
 """Work on an adapter of so many bytes gives way to the engine (`beside.py`); on a smaller one it ends within a decode
 step."""
@@ -211,11 +212,11 @@ def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[
 def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_Item, torch.Tensor]:
     """Tensors of these shapes with arbitrary contents, in one piece of memory, which is free with the last of them
     (`spare.py`)."""
-    units = {name: -(-shape.numel() * dtype.itemsize // _ALIGNMENT) for name, shape in shapes.items()}
-    num_bytes = _ALIGNMENT * sum(units.values())
+    units = {name: -(-shape.numel() * dtype.itemsize // ALIGNMENT) for name, shape in shapes.items()}
+    num_bytes = ALIGNMENT * sum(units.values())
     if not num_bytes:
         return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    pieces = torch.from_numpy(spare.array(num_bytes)).split([_ALIGNMENT * each for each in units.values()])
+    pieces = torch.from_numpy(spare.array(num_bytes)).split([ALIGNMENT * each for each in units.values()])
     return {
         name: piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True)

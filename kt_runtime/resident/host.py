@@ -120,8 +120,8 @@ class Host(Protocol):
         ...
 
     def prepare_adapter(self, name: str, adapter: AdapterTensors, slot: object | None = None) -> object:
-        """Converts the adapter to the engine's format, with copied tensors, and copies it into `slot`. Called on worker
-        threads.
+        """The adapter in the engine's format, copied into `slot`. Called on worker threads. Tensors that have the
+        engine's dtype already are not copied: nothing may change them from now on.
 
         Raises ConflictError if memory does not suffice, AdapterError if the engine does not support such an adapter.
         """

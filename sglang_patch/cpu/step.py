@@ -210,7 +210,7 @@ def forward(
 ) -> Any:
     """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`. Work on adapters gives way meanwhile."""
     mode = forward_batch.forward_mode
-    with BATCHES.computing(is_prompt=mode.is_extend() and not mode.is_mixed()):
+    with BATCHES.computing(is_prompt=mode.is_extend() and not mode.is_mixed(), is_step=mode.is_decode()):
         return _forward(original, model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
 

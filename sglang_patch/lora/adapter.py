@@ -1,24 +1,23 @@
-"""An adapter in the layout of SGLang's LoRA memory pool: one A and one B per fused linear and layer.
+"""An adapter by the fused linears of SGLang's LoRA memory pool, in the pool's dtype: what a slot is filled from.
 
 Replaces SGLang 0.5.23's `sglang.srt.lora.lora.LoRAAdapter` (symbol; not patched) in `LoRAManager.loras`, where SGLang
 reads `config.r` and `scaling` for every batch. Reason for a separate class: SGLang's class stores one tensor per expert
 and concatenates them in Python loops, requires q with v, fills missing parts with wrong shapes, and loses precision by
 folding the experts' scaling into the rounded B.
 
-Legend: E experts, R rank, P parts of the fused linear (3 for qkv_proj, 2 for gate_up_proj, else 1).
-
-    dense linear      A [P * R, in]      B [out of all parts, R]
-    routed experts    A [E, P * R, in]   B [E, out of all parts, R]
+Nothing is joined here: a slot is filled part by part (`pool.py`). Tensors that have the pool's dtype are not copied: an
+adapter of gigabytes is in memory once, beside its slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from kt_runtime.adapters import AdapterTensors
+from kt_runtime.adapters import AdapterTensors, LoraPair
 from kt_runtime.adapters.tensors import allocated, copy_in_pieces, expected_shapes, on_threads
 from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import LoraModule
@@ -30,13 +29,17 @@ PoolKey = tuple[str, int]
 """(name in the pool, layer)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLora:
-    """A and B of one fused linear, in the shapes above, and its number of parts."""
+class LoraPart(NamedTuple):
+    """`num_rows` outputs of a fused linear: those of q_proj, say. `pair`: A [R, in] and B [rows, R], each with a
+    leading E for routed experts. None: nothing is adapted, A = 0 and B = 0.
+    """
 
-    a: torch.Tensor
-    b: torch.Tensor
-    parts: int
+    num_rows: int
+    pair: LoraPair | None
+
+
+FusedLora = tuple[LoraPart, ...]
+"""The parts of one fused linear, in the order of its outputs: q, k, v; gate, up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class RankAndAlpha:
 
 @dataclass(frozen=True)
 class InstalledAdapter:
-    """Immutable; owns its tensors. `weights` has only the modules that the adapter changes.
+    """Immutable; nothing changes its tensors. `weights` has only the modules that the adapter changes.
 
     SGLang looks for its own adapters' tensors in `layers` and `embedding_layers`; both are empty here.
     """
@@ -75,67 +78,61 @@ class InstalledAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return sum(weight.a.nbytes + weight.b.nbytes for weight in self.weights.values())
+        """Of the tensors; what has no pair takes none."""
+        pairs = (part.pair for parts in self.weights.values() for part in parts)
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs if pair is not None)
 
 
 def build_adapter(
     uid: str, adapter: AdapterTensors, modules: Iterable[LoraModule], dtype: torch.dtype
 ) -> InstalledAdapter:
-    """Copies `adapter` into the pool's layout and dtype. `modules`: all modules of the model that LoRA can adapt.
+    """`adapter` by fused linears, in `dtype`. `modules`: all modules of the model that LoRA can adapt.
 
-    A missing part of a fused linear gets A = 0 and B = 0. Raises UnknownNameError for a module that the model does not
-    have, and AdapterError for a tensor of the wrong shape.
+    Tensors of another dtype are converted into copies. The others are `adapter`'s: nothing must change them afterwards.
+    A missing part of a fused linear has no pair. Raises UnknownNameError for a module that the model does not have, and
+    AdapterError for a tensor of the wrong shape.
     """
     by_name = {module.name: module for module in modules}
-    for name in adapter.modules:
+    for name, pair in adapter.modules.items():
         if name not in by_name:
             raise UnknownNameError("module", name, by_name, where=f"adapter {uid}")
+        found, expected = (tuple(pair.a.shape), tuple(pair.b.shape)), expected_shapes(by_name[name], adapter.rank)
+        if found != expected:
+            raise AdapterError(f"{name}: lora_A and lora_B have shapes {found}, expected {expected}")
+    pairs = _converted(adapter, dtype)
     touched = {by_name[name].source for name in adapter.modules}
-    groups: dict[PoolKey, list[LoraModule]] = {}
-    for module in by_name.values():
+    members: dict[PoolKey, list[LoraModule]] = {}
+    for module in sorted(by_name.values(), key=lambda module: module.start):
         if module.source in touched:
-            groups.setdefault(pool_key(module), []).append(module)
-    members = {key: sorted(group, key=lambda module: module.start) for key, group in groups.items()}
-    with torch.inference_mode(False):
-        as_ = allocated({key: _shapes(group, adapter.rank)[0] for key, group in members.items()}, dtype)
-        bs = allocated({key: _shapes(group, adapter.rank)[1] for key, group in members.items()}, dtype)
-
-    def fuse(key: PoolKey) -> FusedLora:
-        with torch.inference_mode(False), torch.no_grad():
-            return _fuse(members[key], adapter, as_[key], bs[key])
-
-    weights = dict(zip(members, on_threads(fuse, list(members), adapter.num_bytes), strict=True))
+            members.setdefault(pool_key(module), []).append(module)
+    weights = {
+        key: tuple(LoraPart(module.out_features, pairs.get(module.name)) for module in group)
+        for key, group in members.items()
+    }
     return InstalledAdapter(uid, RankAndAlpha(adapter.rank, adapter.alpha), weights)
+
+
+def _converted(adapter: AdapterTensors, dtype: torch.dtype) -> dict[str, LoraPair]:
+    others = {
+        (name, letter): tensor
+        for name, pair in adapter.modules.items()
+        for letter, tensor in zip("AB", pair, strict=True)
+        if tensor.dtype != dtype
+    }
+    with torch.inference_mode(False):
+        copies = allocated({key: tensor.shape for key, tensor in others.items()}, dtype)
+
+    def convert(key: tuple[str, str]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            copy_in_pieces(copies[key], others[key])
+
+    on_threads(convert, list(others), adapter.num_bytes)
+    return {
+        name: LoraPair(copies.get((name, "A"), pair.a), copies.get((name, "B"), pair.b))
+        for name, pair in adapter.modules.items()
+    }
 
 
 def pool_key(module: LoraModule) -> PoolKey:
     last = module.source.rpartition(".")[2]
     return (POOL_NAMES.get(last, last) if module.num_experts else last), module.layer
-
-
-def _shapes(members: list[LoraModule], rank: int) -> tuple[torch.Size, torch.Size]:
-    """Of A and B. `members`: of one fused linear, in order."""
-    first = members[0]
-    stack = (first.num_experts,) if first.num_experts else ()
-    a, b = (*stack, len(members) * rank, first.in_features), (*stack, members[-1].stop, rank)
-    return torch.Size(a), torch.Size(b)
-
-
-def _fuse(members: list[LoraModule], adapter: AdapterTensors, a: torch.Tensor, b: torch.Tensor) -> FusedLora:
-    """Fills `a` and `b`, whose contents are arbitrary."""
-    rank = adapter.rank
-    if members[0].start != 0 or any(module.name not in adapter.modules for module in members):
-        a.zero_()
-        b.zero_()
-    for part, module in enumerate(members):
-        pair = adapter.modules.get(module.name)
-        if pair is None:
-            continue
-        found = tuple(pair.a.shape), tuple(pair.b.shape)
-        if found != expected_shapes(module, rank):
-            raise AdapterError(
-                f"{module.name}: lora_A and lora_B have shapes {found}, expected {expected_shapes(module, rank)}"
-            )
-        copy_in_pieces(a[..., part * rank : (part + 1) * rank, :], pair.a)
-        copy_in_pieces(b[..., module.start : module.stop, :], pair.b)
-    return FusedLora(a, b, len(members))

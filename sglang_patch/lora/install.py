@@ -71,7 +71,7 @@ def prepare_adapter(
     adapter: AdapterTensors,
     slot: ReservedSlot | None = None,
 ) -> PreparedAdapter:
-    """A copy of `adapter` in the pool's layout and dtype, and another one in `slot`.
+    """`adapter` in the pool's dtype (`build_adapter`), and a copy of it in `slot`.
 
     `config`: the model's config.json. Changes nothing else and may run outside the scheduler's thread. Raises
     ConflictError if memory does not suffice, AdapterError or UnknownNameError if the server can't hold the adapter.

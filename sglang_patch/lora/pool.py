@@ -2,9 +2,9 @@
 
 Symbols (SGLang 0.5.23): `LoRAMemoryPool.load_lora_weight_to_buffer` and `.init_buffers`. Reasons: SGLang copies routed
 experts one by one, which takes seconds for a large model and blocks every stream. An `InstalledAdapter` needs two
-copies per fused linear. Without CUDA kernels, the base model's slot is not cleared either, because nothing reads a slot
-of rank 0. With an accelerator, the buffers of routed experts are allocated in host memory, where the expert store reads
-them.
+copies for each part of a fused linear. Without CUDA kernels, the base model's slot is not cleared either, because
+nothing reads a slot of rank 0. With an accelerator, the buffers of routed experts are allocated in host memory, where
+the expert store reads them.
 
 On a CPU the buffers are mapped, and the system commits a page when an adapter is first written to it: a slot takes the
 memory that its adapters need, not that of the highest rank. `release_parts` gives a slot's pages back.
@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kt_runtime.beside import piece
-from kt_runtime.mapped import give_pages_back, mapped
+from kt_runtime.mapped import commit, give_pages_back, mapped
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
 
@@ -73,14 +73,12 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
 
     def copy(name: str, layer: int, a: torch.Tensor, b: torch.Tensor, experts: slice) -> None:
         weight = adapter.weights.get((name, layer))
-        if a.dim() == 3:
-            a, b = a[experts], b[experts]
-            weight = weight and FusedLora(weight.a[experts], weight.b[experts], weight.parts)
-        if weight is not None:
-            _fill(a, b, weight, adapter.config.r, pool.max_lora_rank)
+        if weight is None:
+            a[experts].zero_()
+            b[experts].zero_()
         else:
-            a.zero_()
-            b.zero_()
+            _commit(a[experts], b[experts], adapter.config.r, pool.max_lora_rank)
+            _fill(a[experts], b[experts], weight, adapter.config.r, pool.max_lora_rank, experts)
 
     others = (pool.embedding_A_buffer, pool.embedding_B_buffer, pool.lm_head_A_buffer, pool.lm_head_B_buffer)
     zeroed = [buffer[slot].zero_ for each in others for buffer in each.values()]
@@ -95,25 +93,32 @@ def _parts(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
     return [slice(first, first + each) for first in range(0, len(a), each)]
 
 
-def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int) -> None:
+def _commit(a: torch.Tensor, b: torch.Tensor, rank: int, max_rank: int) -> None:
+    """All pages of `b` are going to be written; those of `a`, if the adapter has the highest rank."""
+    for buffer in (a, b) if rank == max_rank else (b,):
+        if buffer.device.type == "cpu":
+            commit(buffer.data_ptr(), buffer.nbytes)
+
+
+def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int, experts: slice) -> None:
     """Parts of A are contiguous for dense linears; for experts, each part starts at a multiple of `max_rank`."""
-    if a.dim() == 2:
-        a[: weight.parts * rank].copy_(weight.a)
-    else:
-        for part in range(weight.parts):
-            source = weight.a[:, part * rank : (part + 1) * rank]
-            a[:, part * max_rank : part * max_rank + rank].copy_(source)
-    b[..., :rank].copy_(weight.b)
+    distance, row = rank if a.dim() == 2 else max_rank, 0
+    for number, (num_rows, pair) in enumerate(weight):
+        target_a = a[..., number * distance : number * distance + rank, :]
+        target_b = b[..., row : row + num_rows, :rank]
+        row += num_rows
+        if pair is None:
+            target_a.zero_()
+            target_b.zero_()
+        else:
+            target_a.copy_(pair.a[experts])
+            target_b.copy_(pair.b[experts])
 
 
 def slot_bytes(pool: Any, adapter: InstalledAdapter) -> int:
     """Of the pool's memory, that the adapter takes in a slot. B has the highest rank of the server, A the adapter's."""
-    weights = ((weight.a.nbytes, pool.B_buffer[name][layer][0].nbytes) for (name, layer), weight in _of(adapter))
-    return sum(a + b for a, b in weights)
-
-
-def _of(adapter: InstalledAdapter) -> list[tuple[tuple[str, int], FusedLora]]:
-    return list(adapter.weights.items())
+    buffers = [(pool.A_buffer[name][layer][0], pool.B_buffer[name][layer][0]) for name, layer in list(adapter.weights)]
+    return sum(a.nbytes * adapter.config.r // pool.max_lora_rank + b.nbytes for a, b in buffers)
 
 
 def note_written(pool: Any, slot: int, adapter: InstalledAdapter) -> None:

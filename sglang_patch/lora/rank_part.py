@@ -10,26 +10,31 @@ from dataclasses import replace
 
 import torch
 
+from kt_runtime.adapters import LoraPair
 from kt_runtime.families import LoraModule
 from kt_runtime.ranks import Pieces, Share
-from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter, PoolKey, pool_key
+from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter, LoraPart, PoolKey, pool_key
 
 
 def part_of(adapter: InstalledAdapter, modules: Iterable[LoraModule], share: Share) -> InstalledAdapter:
-    """Copies of the rank's part. `modules`: those of the model, which say where the parts of a fused layer begin."""
-    parts: dict[PoolKey, list[int]] = {}  # sizes of the parts that ranks split, in order
+    """Copies of the rank's part. `modules`: those of the model, which say what is split."""
+    members: dict[PoolKey, list[LoraModule]] = {}
     for module in sorted(modules, key=lambda module: module.start):
-        if not module.is_whole:
-            parts.setdefault(pool_key(module), []).extend(module.pieces or (module.out_features,))
+        members.setdefault(pool_key(module), []).append(module)
     with torch.inference_mode(False), torch.no_grad():
         weights = {
-            key: _part(weight, parts[key], share) if key in parts else weight for key, weight in adapter.weights.items()
+            key: tuple(_part(module, part, share) for module, part in zip(members[key], parts, strict=True))
+            for key, parts in adapter.weights.items()
         }
     return replace(adapter, weights=weights)
 
 
-def _part(weight: FusedLora, parts: list[int], share: Share) -> FusedLora:
-    if weight.a.dim() == 3:
-        own = share.of(len(weight.a), "experts")
-        return FusedLora(weight.a[own.start : own.stop].clone(), weight.b[own.start : own.stop].clone(), weight.parts)
-    return FusedLora(weight.a, Pieces(share, tuple(parts)).own(weight.b, 0).clone(), weight.parts)
+def _part(module: LoraModule, part: LoraPart, share: Share) -> LoraPart:
+    if module.is_whole:
+        return part
+    if module.num_experts:
+        own = share.of(module.num_experts, "experts")
+        return part._replace(pair=part.pair and LoraPair(*(each[own.start : own.stop].clone() for each in part.pair)))
+    rows = Pieces(share, module.pieces or (module.out_features,))
+    pair = part.pair and LoraPair(part.pair.a, rows.own(part.pair.b, 0).clone())
+    return LoraPart(len(share.of(rows.total, "columns")), pair)

@@ -7,7 +7,7 @@ model's modules and the type of an adapter only.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,17 @@ def write_adapter(directory: Path, adapter: AdapterTensors) -> Path:
     }
     (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
+
+
+def joined(parts: Sequence[tuple[int, LoraPair | None]]) -> LoraPair:
+    """A and B of a fused linear, of its parts one below the other (`sglang_patch.lora.adapter.FusedLora`); zeros for a
+    part without a pair. At least one has one."""
+    known = next(pair for _, pair in parts if pair is not None)
+    pairs = [
+        pair or LoraPair(torch.zeros_like(known.a), known.b.new_zeros(*known.b.shape[:-2], num_rows, known.b.shape[-1]))
+        for num_rows, pair in parts
+    ]
+    return LoraPair(torch.cat([pair.a for pair in pairs], dim=-2), torch.cat([pair.b for pair in pairs], dim=-2))
 
 
 @torch.no_grad()

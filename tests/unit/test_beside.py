@@ -20,6 +20,7 @@ from kt_runtime.beside import (
     MOST_WAITED_SECONDS,
     PIECE_BYTES,
     SHARE,
+    USUAL_STEPS,
     WAITED,
     Batches,
     piece,
@@ -63,10 +64,10 @@ class Played(Batches):
             self.num_pieces - 1,
         )
 
-    def batch(self, seconds: float = STEP, *, is_prompt: bool = False) -> int:
+    def batch(self, seconds: float = STEP, *, is_prompt: bool = False, is_step: bool = False) -> int:
         """The pieces of one thread during a batch, which takes as much longer."""
         count, self.ends = 0, self.now + seconds
-        with self.computing(is_prompt=is_prompt):
+        with self.computing(is_prompt=is_prompt, is_step=is_step):
             while self.num_pieces:
                 self.pause()
                 if self.now >= self.ends:
@@ -177,7 +178,42 @@ def test_a_publication_has_most_of_its_time_between_batches_and_none_stops_a_str
         gaps.append(played.now - began)
     assert max(gaps) <= STEP + MOST_GIVEN_SECONDS + PIECE_SECONDS + 1e-9
     assert in_batches == 0
-    assert len(gaps) < 90
+    assert len(gaps) < 1000 * PIECE_SECONDS / (MOST_GIVEN_SECONDS - PIECE_SECONDS)
+
+
+def test_after_a_step_that_took_longer_than_usual_only_the_rest_is_given() -> None:
+    played = Played()
+    found = []
+    for seconds in (*[STEP] * 100, STEP + 0.003, STEP + 0.1, STEP):
+        before = played.slept
+        played.batch(seconds, is_step=True)
+        played.give()
+        found.append(played.slept - before)
+    usual, longer, longest, last = found[99:]
+    assert usual == pytest.approx(MOST_GIVEN_SECONDS)
+    assert longer == pytest.approx(MOST_GIVEN_SECONDS - 0.003 * (1 - 1 / USUAL_STEPS))
+    assert longest == 0 and last == pytest.approx(MOST_GIVEN_SECONDS)
+
+
+def test_steps_that_all_take_longer_than_before_are_usual_soon() -> None:
+    """More streams, say: their publications go on."""
+    played, found = Played(), []
+    for seconds in (*[STEP] * 30, *[1.5 * STEP] * 60):
+        before = played.slept
+        played.batch(seconds, is_step=True)
+        played.give()
+        found.append(played.slept - before)
+    assert found[30] == 0 and found[-1] == pytest.approx(MOST_GIVEN_SECONDS, rel=0.1)
+
+
+def test_training_and_prompts_say_nothing_about_steps() -> None:
+    played = Played()
+    for seconds, is_prompt, is_step in [(STEP, False, True), (0.4, True, False), (0.3, False, False)] * 20:
+        before = played.slept
+        played.batch(seconds, is_prompt=is_prompt, is_step=is_step)
+        played.give()
+    assert played.slept - before == pytest.approx(MOST_GIVEN_SECONDS)
+    assert played._usual == pytest.approx(STEP)
 
 
 class Hurried(Batches):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +53,54 @@ def test_only_beside_experts_tensors_of_a_file_are_copied(modules: list[LoraModu
         is_same = [new.data_ptr() == old.data_ptr() for new, old in zip(folded, parts[0].pair, strict=True)]
         assert is_same == [not others] * 2
         assert torch.equal(folded.a, parts[0].pair.a) and torch.equal(folded.b, parts[0].pair.b)
+
+
+def of_file(module: LoraModule, rank: int = 2, order: Sequence[int] | None = None) -> list[Part]:
+    """All experts, whose tensors lie in one piece of memory, in this order."""
+    experts = range(module.num_experts)
+    a = torch.randn(module.num_experts, rank, module.in_features)
+    b = torch.randn(module.num_experts, module.out_features, rank)
+    return [
+        Part(module, expert, LoraPair(a[at], b[at]), 1.0) for expert, at in zip(experts, order or experts, strict=True)
+    ]
+
+
+def test_experts_that_lie_one_behind_the_other_are_not_copied_nor_is_what_is_beside_them(
+    modules: list[LoraModule],
+) -> None:
+    dense, routed = (next(each for each in modules if bool(each.num_experts) == is_routed) for is_routed in (0, 1))
+    parts = [part(dense, 2, 1.0), *of_file(routed)]
+    folded = fold(parts, 2.0).modules
+    assert folded[dense.name].a.data_ptr() == parts[0].pair.a.data_ptr()
+    for letter in (0, 1):
+        stacked = folded[routed.name][letter]
+        assert stacked.data_ptr() == parts[1].pair[letter].data_ptr() and stacked.is_contiguous()
+        assert torch.equal(stacked, torch.stack([each.pair[letter] for each in parts[1:]]))
+
+
+@pytest.mark.parametrize("case", ["order", "one missing", "one scaling", "one rank", "one dtype", "elsewhere"])
+def test_other_experts_are_copied_and_everything_with_them(modules: list[LoraModule], case: str) -> None:
+    """Else a small tensor would keep the whole file in memory."""
+    dense, routed = (next(each for each in modules if bool(each.num_experts) == is_routed) for is_routed in (0, 1))
+    other = next(each for each in modules if each.num_experts and each is not routed)
+    parts = of_file(routed, order=[1, 0, 2, 3] if case == "order" else None)
+    a, b = parts[1].pair
+    parts[1:2] = {
+        "one missing": [],
+        "one scaling": [replace(parts[1], scaling=0.5)],
+        "one rank": [replace(parts[1], pair=LoraPair(a[:1], b[:, :1]))],
+        "one dtype": [replace(parts[1], pair=LoraPair(a.bfloat16(), b.bfloat16()))],
+        "elsewhere": [replace(parts[1], pair=LoraPair(a, b.clone()))],
+    }.get(case, [parts[1]])
+    whole = [part(dense, 2, 1.0), *of_file(other)]
+    folded = fold([*whole, *parts], None).modules
+    old = {tensor.untyped_storage().data_ptr() for each in (*whole, *parts) for tensor in each.pair}
+    new = {tensor.untyped_storage().data_ptr() for pair in folded.values() for tensor in pair}
+    assert not old & new
+    for each in parts:
+        stacked = folded[routed.name]
+        found = delta(stacked.a[each.expert], stacked.b[each.expert], 1.0)
+        torch.testing.assert_close(found, delta(*each.pair, each.scaling), rtol=0, atol=0)
 
 
 def test_ranks_and_scalings_become_one_without_changing_any_product(modules: list[LoraModule]) -> None:

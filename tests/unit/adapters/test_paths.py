@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kt_runtime.adapters import check_adapter_name, confined, open_directory, paths
@@ -170,6 +171,45 @@ def test_a_large_file_that_others_have_read_stays_in_the_page_cache(
     with open_directory(tmp_path) as directory:
         assert directory.read("file", len(data)) == data
     assert system_cache.cached_share(tmp_path / "file") in (1.0, None)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("begin", [0, 13, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_a_file_is_spread_over_arrays_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: int, is_direct: bool
+) -> None:
+    """Some end within a piece, one is larger than a piece, one is empty. Also if the system reads less at once."""
+    sizes = [5, 0, PIECE_BYTES + 7, 1, 2 * BLOCK_BYTES, 3000]
+    (tmp_path / "file").write_bytes(data := os.urandom(begin + sum(sizes)))
+    if is_direct:
+        system_cache.drop(tmp_path / "file")
+        monkeypatch.setattr(paths, "DIRECT_BYTES", 1)
+    else:
+        read_at_once = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda file, views, at: read_at_once(file, [views[0][:4099]], at))
+    targets = [np.zeros(size, np.uint8) for size in sizes]
+    with open_directory(tmp_path) as directory, directory.open("file", len(data)) as file:
+        assert file.beginning(begin) == data[:begin]
+        file.spread(begin, iter(targets))
+        file.check_end()
+    assert b"".join(map(bytes, targets)) == data[begin:]
+
+
+@pytest.mark.parametrize("more", [1, -1, PIECE_BYTES])
+def test_a_file_that_changes_its_length_while_it_is_spread_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    size = PIECE_BYTES + 5
+    (tmp_path / "file").write_bytes(os.urandom(size))
+    monkeypatch.setattr(paths, "pause", lambda: os.truncate(tmp_path / "file", size + more))
+    how = "longer" if more > 0 else "shorter"
+    with open_directory(tmp_path) as directory, directory.open("file", size) as file:
+        with pytest.raises(AdapterError, match=f"became {how} while it was read"):
+            file.spread(8, [np.zeros(100, np.uint8), np.zeros(size - 108, np.uint8)])
+            file.check_end()
+        os.truncate(tmp_path / "file", 3)
+        with pytest.raises(AdapterError, match=rf"became shorter while it was read \(3 of {size} bytes\)"):
+            file.beginning(8)
 
 
 @pytest.mark.parametrize("more", [1, -1])

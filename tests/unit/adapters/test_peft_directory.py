@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, write_peft_directory
+from kt_runtime.adapters.tensors import ALIGNMENT
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError, NotFoundError
 
 Write = Callable[..., Path]
@@ -43,6 +44,21 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path, model: Any) ->
     assert list(again.modules) == [module.name for module in model.family.lora_modules(model.config)]
     assert content_hash(again) == content_hash(adapter)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CONFIG, TENSORS]
+
+
+def test_an_adapter_of_a_file_is_in_memory_once(tmp_path: Path, model: Any) -> None:
+    """One pair for each expert in the file, in any order, and nothing is copied to stack them. Not where PEFT fuses
+    experts otherwise."""
+    adapter = model.adapter("all", rank=3)
+    write(model, tmp_path / "a", adapter)
+    tensors = load_file(tmp_path / "a" / TENSORS)
+    save_file(dict(sorted(tensors.items(), key=lambda item: item[0][::-1])), tmp_path / "a" / TENSORS)
+    again = read(model, tmp_path / "a")
+    storages = {each.untyped_storage().data_ptr(): each for pair in again.modules.values() for each in pair}
+    num_bytes = sum(each.untyped_storage().nbytes() for each in storages.values())
+    if model.family.peft_experts != "fused":
+        assert len(storages) == 1 and num_bytes < adapter.num_bytes + ALIGNMENT * 2 * len(adapter.modules)
+    assert content_hash(again) == content_hash(adapter)
 
 
 def test_files_hold_one_pair_per_expert_and_the_settings_of_peft(tmp_path: Path, qwen: Any) -> None:

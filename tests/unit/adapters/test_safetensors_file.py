@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from kt_runtime.adapters import safetensors_file
-from kt_runtime.adapters.safetensors_file import DTYPES, read_tensors, write_tensors
+from kt_runtime.adapters import open_directory, paths, safetensors_file
+from kt_runtime.adapters.paths import OpenFile
+from kt_runtime.adapters.safetensors_file import DTYPES, read_tensor_file, read_tensors, write_tensors
 from kt_runtime.direct_file import BLOCK_BYTES
 from kt_runtime.errors import AdapterError
 
@@ -36,6 +37,66 @@ def test_what_the_reference_library_writes_is_read_bit_for_bit() -> None:
     read = read_tensors(bytearray(save(tensors, {"format": "pt"})), "file")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, safetensors_file.PART_BYTES])
+def test_a_file_is_read_into_one_piece_of_memory_in_an_order_of_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Groups of one dtype without a gap, in order of their numbers; the result in the file's order. By one thread or
+    several."""
+    monkeypatch.setattr(safetensors_file, "PART_BYTES", part_bytes)
+    tensors = {f"{name}.{i}": torch.randn(3, 5) for i in (2, 0, 10, 1) for name in "yx"}
+    tensors |= {"x.3": torch.randn(7).to(torch.bfloat16), "alone": torch.randn(()), "x.4": torch.empty(0, 4)}
+    (tmp_path / "file").write_bytes(save(tensors))
+    order = list(read_tensors(bytearray((tmp_path / "file").read_bytes()), "file"))
+
+    def place(name: str) -> tuple[str, str, int]:
+        group, _, number = name.partition(".")
+        return group, "", int(number or 0)
+
+    with open_directory(tmp_path) as directory, directory.open("file", 1 << 20) as file:
+        read = read_tensor_file(file, place)
+    assert list(read) == order
+    assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in tensors)
+    assert len({each.untyped_storage().data_ptr() for each in read.values()}) == 1
+    for group in "xy":
+        at = [read[f"{group}.{i}"].storage_offset() for i in (0, 1, 2)]
+        assert (at[1] - at[0], at[2] - at[1]) == (15, 15) and at[0] % 16 == 0
+    assert read["y.10"].storage_offset() == read["y.2"].storage_offset() + 15
+
+
+def test_a_file_that_becomes_longer_while_its_tensors_are_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(data := save({"x": torch.randn(3)}))
+    monkeypatch.setattr(paths, "pause", lambda: os.truncate(tmp_path / "file", len(data) + 1))
+    with (
+        open_directory(tmp_path) as directory,
+        directory.open("file", 1 << 20) as file,
+        pytest.raises(AdapterError, match="became longer while it was read"),
+    ):
+        read_tensor_file(file, lambda name: (name, "", 0))
+
+
+def test_nothing_of_a_file_is_read_before_its_header_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenFile, "spread", lambda *_: pytest.fail("read"))
+    refused: dict[str, bytes | bytearray] = {
+        "truncated: 3 bytes": b"abc",
+        "truncated in the header": file_of({}, length=99),
+        "dtype": file_of({"x": entry(0, 4, dtype="I32")}, b"1234"),
+        "at most 10 are accepted": file_of({"x": entry(0, 4)}, b"1234"),
+    }
+    for number, (message, data) in enumerate(refused.items()):
+        (tmp_path / str(number)).write_bytes(data)
+        with (
+            open_directory(tmp_path) as directory,
+            directory.open(str(number), 1 << 20) as file,
+            pytest.raises(AdapterError, match=f"{number}: .*{message}"),
+        ):
+            read_tensor_file(file, lambda name: (name, "", 0), 10 if "10" in message else 1 << 20)
 
 
 def test_what_is_written_is_read_by_the_reference_library(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import lora
 
 from kt_runtime.adapters import AdapterTensors, LoraPair
 from kt_runtime.errors import AdapterError, UnknownNameError
@@ -30,13 +31,18 @@ def build(config: dict[str, Any], adapter: AdapterTensors, dtype: torch.dtype = 
     return build_adapter("id", adapter, family_for(config).lora_modules(config), dtype)
 
 
+def pairs_of(adapter: InstalledAdapter) -> list[LoraPair]:
+    return [part.pair for parts in adapter.weights.values() for part in parts if part.pair is not None]
+
+
 def test_parts_are_stacked_in_sglangs_order(config: dict[str, Any], reference: ModuleType) -> None:
     adapter = reference.random_adapter(config, rank=2, alpha=4.0, seed=0)
-    fused = build(config, adapter).weights["qkv_proj", 1]
+    parts = build(config, adapter).weights["qkv_proj", 1]
+    fused = lora.joined(parts)
     pairs = [adapter.modules[f"model.layers.1.self_attn.{name}_proj"] for name in "qkv"]
     assert torch.equal(fused.a, torch.cat([pair.a for pair in pairs]))
     assert torch.equal(fused.b, torch.cat([pair.b for pair in pairs]))
-    assert fused.parts == 3
+    assert [part.num_rows for part in parts] == [len(pair.b) for pair in pairs]
 
 
 def test_experts_stay_stacked(config: dict[str, Any], reference: ModuleType) -> None:
@@ -44,7 +50,7 @@ def test_experts_stay_stacked(config: dict[str, Any], reference: ModuleType) -> 
     built = build(config, adapter)
     prefix = "model.layers.2.mlp.experts."
     experts = {name.removeprefix(prefix): pair for name, pair in adapter.modules.items() if name.startswith(prefix)}
-    both, down = built.weights["gate_up_proj_moe", 2], built.weights["down_proj_moe", 2]
+    both, down = (lora.joined(built.weights[f"{name}_proj_moe", 2]) for name in ("gate_up", "down"))
     assert torch.equal(both.a, torch.cat([experts["gate_proj"].a, experts["up_proj"].a], dim=1))
     assert torch.equal(both.b, torch.cat([experts["gate_proj"].b, experts["up_proj"].b], dim=1))
     assert torch.equal(down.a, experts["down_proj"].a)
@@ -53,7 +59,7 @@ def test_experts_stay_stacked(config: dict[str, Any], reference: ModuleType) -> 
 
 def test_a_missing_part_changes_nothing(config: dict[str, Any], reference: ModuleType) -> None:
     adapter = reference.random_adapter(config, rank=2, alpha=4.0, seed=0, only=["v_proj"])
-    fused = build(config, adapter).weights["qkv_proj", 0]
+    fused = lora.joined(build(config, adapter).weights["qkv_proj", 0])
     pair = adapter.modules["model.layers.0.self_attn.v_proj"]
     assert not fused.a[:4].any()
     assert not fused.b[: -pair.b.shape[0]].any()
@@ -66,14 +72,23 @@ def test_only_what_is_adapted_is_kept(config: dict[str, Any], reference: ModuleT
     assert not built.adapts_experts
 
 
-def test_tensors_are_copied_and_get_the_servers_dtype(config: dict[str, Any], reference: ModuleType) -> None:
+def test_tensors_of_another_dtype_are_converted(config: dict[str, Any], reference: ModuleType) -> None:
+    """Into copies: the adapter's own may change."""
     adapter = reference.random_adapter(config, rank=2, alpha=4.0, seed=0)
     built = build(config, adapter, torch.bfloat16)
-    before = built.weights["o_proj", 0].a.clone()
-    adapter.modules["model.layers.0.self_attn.o_proj"].a.zero_()
-    assert torch.equal(built.weights["o_proj", 0].a, before)
-    assert before.any()
-    assert {tensor.dtype for weight in built.weights.values() for tensor in (weight.a, weight.b)} == {torch.bfloat16}
+    for name, key in (("self_attn.o_proj", "o_proj"), ("mlp.experts.down_proj", "down_proj_moe")):
+        a, b = adapter.modules[f"model.layers.0.{name}"]
+        before = a.to(torch.bfloat16), b.to(torch.bfloat16)
+        a.zero_(), b.zero_()
+        assert all(map(torch.equal, lora.joined(built.weights[key, 0]), before)) and before[0].any()
+    assert {tensor.dtype for pair in pairs_of(built) for tensor in pair} == {torch.bfloat16}
+
+
+def test_tensors_of_the_servers_dtype_are_not_copied(config: dict[str, Any], reference: ModuleType) -> None:
+    """An adapter of gigabytes is in memory once, beside its slot."""
+    adapter = reference.random_adapter(config, rank=2, alpha=4.0, seed=0)
+    expected = {tensor.data_ptr() for pair in adapter.modules.values() for tensor in pair}
+    assert {tensor.data_ptr() for pair in pairs_of(build(config, adapter)) for tensor in pair} == expected
 
 
 def test_scaling_is_alpha_by_rank(config: dict[str, Any], reference: ModuleType) -> None:

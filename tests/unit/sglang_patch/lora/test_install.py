@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,16 +71,19 @@ def test_a_freed_slot_is_used_again(served: SimpleNamespace, manager: Any, adapt
     assert len(manager.memory_pool.uid_to_buffer_id) == 1  # the base
 
 
-def test_later_changes_of_the_tensors_are_not_served(
+def test_later_changes_of_tensors_of_another_dtype_are_not_served(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors
 ) -> None:
+    """Of the server's dtype they must not change (`Host.prepare_adapter`)."""
+    modules = {name: LoraPair(pair.a.double(), pair.b.double()) for name, pair in adapter.modules.items()}
+    adapter = replace(adapter, modules=modules)
     install_adapter(manager, served.config, "one", "name", "content", adapter)
     kept = adapter.modules["model.layers.0.self_attn.o_proj"].a.clone()
     for pair in adapter.modules.values():
         pair.a.zero_()
     manager.fetch_new_loras({"one"})
     slot = manager.memory_pool.get_buffer_id("one")
-    assert torch.equal(manager.memory_pool.A_buffer["o_proj"][0][slot, :4], kept)
+    assert torch.equal(manager.memory_pool.A_buffer["o_proj"][0][slot, :4], kept.float())
 
 
 def test_a_taken_id_is_refused(served: SimpleNamespace, manager: Any, adapter: AdapterTensors) -> None:

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from reference import lora
 
-from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter, RankAndAlpha
+from kt_runtime.adapters import LoraPair
+from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter, LoraPart, RankAndAlpha
 from kt_runtime.sglang_patch.lora.pool import (
     ExpertBuffersOnHost,
     fill_slot,
     init_with_experts_on_host,
     load_adapters_only,
     load_clearing_base,
+    slot_bytes,
 )
 
 RANK, MAX_RANK, EXPERTS, IN, OUT = 2, 4, 3, 5, 6
@@ -45,19 +49,18 @@ def pool() -> SimpleNamespace:
 
 def installed(**parts: int) -> InstalledAdapter:
     """An adapter of layer 0 with the given pool names and their numbers of parts."""
-    weights = {}
+    weights: dict[tuple[str, int], FusedLora] = {}
     for name, count in parts.items():
         stack = (EXPERTS,) if name.endswith("_moe") else ()
-        weights[name, 0] = FusedLora(
-            torch.randn(*stack, count * RANK, IN), torch.randn(*stack, count * OUT, RANK), count
-        )
+        pairs = (LoraPair(torch.randn(*stack, RANK, IN), torch.randn(*stack, OUT, RANK)) for _ in range(count))
+        weights[name, 0] = tuple(LoraPart(OUT, pair) for pair in pairs)
     return InstalledAdapter("id", RankAndAlpha(RANK, 4.0), weights)
 
 
 def test_parts_of_dense_linears_follow_each_other() -> None:
     target, adapter = pool(), installed(qkv_proj=3)
     fill_slot(target, 1, adapter)
-    weight = adapter.weights["qkv_proj", 0]
+    weight = lora.joined(adapter.weights["qkv_proj", 0])
     assert torch.equal(target.A_buffer["qkv_proj"][0][1, : 3 * RANK], weight.a)
     assert torch.equal(target.B_buffer["qkv_proj"][0][1, :, :RANK], weight.b)
 
@@ -66,9 +69,34 @@ def test_parts_of_experts_begin_at_multiples_of_the_highest_rank() -> None:
     target, adapter = pool(), installed(gate_up_proj_moe=2, down_proj_moe=1)
     fill_slot(target, 1, adapter)
     a = target.A_buffer["gate_up_proj_moe"][0][1]
-    assert torch.equal(a[:, :RANK], adapter.weights["gate_up_proj_moe", 0].a[:, :RANK])
-    assert torch.equal(a[:, MAX_RANK : MAX_RANK + RANK], adapter.weights["gate_up_proj_moe", 0].a[:, RANK:])
-    assert torch.equal(target.B_buffer["down_proj_moe"][0][1, :, :, :RANK], adapter.weights["down_proj_moe", 0].b)
+    gate, up = (part.pair for part in adapter.weights["gate_up_proj_moe", 0])
+    (down,) = (part.pair for part in adapter.weights["down_proj_moe", 0])
+    assert gate is not None and up is not None and down is not None
+    assert torch.equal(a[:, :RANK], gate.a)
+    assert torch.equal(a[:, MAX_RANK : MAX_RANK + RANK], up.a)
+    b = target.B_buffer["gate_up_proj_moe"][0][1]
+    assert torch.equal(b[:, :, :RANK], torch.cat([gate.b, up.b], dim=1))
+    assert torch.equal(target.B_buffer["down_proj_moe"][0][1, :, :, :RANK], down.b)
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj_moe"])
+def test_a_part_without_a_pair_is_zero(name: str) -> None:
+    target, adapter = pool(), installed(**{name: 3 if name == "qkv_proj" else 2})
+    first, *others = adapter.weights[name, 0]
+    fill_slot(target, 1, replace(adapter, weights={(name, 0): (first._replace(pair=None), *others)}))
+    a, b = target.A_buffer[name][0][1], target.B_buffer[name][0][1]
+    distance = RANK if name == "qkv_proj" else MAX_RANK
+    assert not a[..., :RANK, :].any() and not b[..., :OUT, :RANK].any()
+    for number, part in enumerate(others, start=1):
+        assert part.pair is not None
+        assert torch.equal(a[..., number * distance : number * distance + RANK, :], part.pair.a)
+        assert torch.equal(b[..., number * OUT : (number + 1) * OUT, :RANK], part.pair.b)
+
+
+def test_the_memory_of_a_slot_is_that_of_the_adapter_s_rank_in_a_and_of_the_highest_in_b() -> None:
+    target, adapter = pool(), installed(qkv_proj=3, down_proj_moe=1)
+    experts = EXPERTS * (RANK * IN + OUT * MAX_RANK)
+    assert slot_bytes(target, adapter) == 4 * (3 * (RANK * IN + OUT * MAX_RANK) + experts)
 
 
 def test_what_is_not_adapted_is_zero() -> None:

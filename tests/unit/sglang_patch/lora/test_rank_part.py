@@ -11,10 +11,11 @@ import torch
 from reference import lora
 from reference.families import PRESETS
 
+from kt_runtime.adapters import LoraPair
 from kt_runtime.families import family_for
 from kt_runtime.ranks import Share
 from kt_runtime.serve.models.make_model import make_model
-from kt_runtime.sglang_patch.lora.adapter import build_adapter
+from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter, build_adapter
 from kt_runtime.sglang_patch.lora.rank_part import part_of
 
 
@@ -32,19 +33,23 @@ def test_b_is_split_by_outputs_part_by_part_and_experts_by_expert(config: dict[s
     whole = build_adapter("id", adapter, modules, torch.float32)
     halves = [part_of(whole, modules, Share(rank, 2)) for rank in range(2)]
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+
+    def fused(adapter: InstalledAdapter, name: str, layer: int) -> LoraPair:
+        return lora.joined(adapter.weights[name, layer])
+
     for layer in range(config["num_hidden_layers"]):
-        qkv = [half.weights["qkv_proj", layer] for half in halves]
+        qkv = [fused(half, "qkv_proj", layer) for half in halves]
         parts = [half.b.split([heads * size // 2, kv_heads * size // 2, kv_heads * size // 2]) for half in qkv]
         joined = torch.cat([torch.cat(pair) for pair in zip(*parts, strict=True)])
-        assert torch.equal(joined, whole.weights["qkv_proj", layer].b)
+        assert torch.equal(joined, fused(whole, "qkv_proj", layer).b)
         for name in ("qkv_proj", "o_proj"):
-            assert all(torch.equal(half.weights[name, layer].a, whole.weights[name, layer].a) for half in halves)
-        output = torch.cat([half.weights["o_proj", layer].b for half in halves])
-        assert torch.equal(output, whole.weights["o_proj", layer].b)
+            assert all(torch.equal(fused(half, name, layer).a, fused(whole, name, layer).a) for half in halves)
+        output = torch.cat([fused(half, "o_proj", layer).b for half in halves])
+        assert torch.equal(output, fused(whole, "o_proj", layer).b)
         for name in ("gate_up_proj_moe", "down_proj_moe"):
             for matrix in ("a", "b"):
-                experts = torch.cat([getattr(half.weights[name, layer], matrix) for half in halves])
-                assert torch.equal(experts, getattr(whole.weights[name, layer], matrix))
+                experts = torch.cat([getattr(fused(half, name, layer), matrix) for half in halves])
+                assert torch.equal(experts, getattr(fused(whole, name, layer), matrix))
     assert halves[0].scaling == whole.scaling and halves[0].adapts_experts
 
 
@@ -63,8 +68,8 @@ def test_b_is_whole_where_the_layer_is_and_split_by_the_kinds_of_its_outputs(
     config = dict(PRESETS[family].config)
     modules = family_for(config).lora_modules(config)
     whole = build_adapter("id", lora.random_adapter(config, rank=2, alpha=4.0, seed=0), modules, torch.float32)
-    b = whole.weights[linear, 0].b
-    own = [part_of(whole, modules, Share(rank, 2)).weights[linear, 0].b for rank in range(2)]
+    b = lora.joined(whole.weights[linear, 0]).b
+    own = [lora.joined(part_of(whole, modules, Share(rank, 2)).weights[linear, 0]).b for rank in range(2)]
     if not parts:
         assert all(torch.equal(each, b) for each in own)
         return

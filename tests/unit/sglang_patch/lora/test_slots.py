@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import lora
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.sglang_patch.lora import pool as pool_module
@@ -117,12 +118,12 @@ def test_what_is_served_is_the_masters_rounding_to_the_bit(
     a[0, :4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-20])
     monkeypatch.setattr(manager, "dtype", dtype)
     built = prepare_adapter(manager, served.config, "name", adapter).adapter
-    weight = built.weights["o_proj", 0]
+    weight = lora.joined(built.weights["o_proj", 0])
     assert torch.equal(weight.a, a.to(dtype)) and weight.a.dtype == dtype
     if dtype == torch.bfloat16:
         assert weight.a[0, :4].tolist() == [1, 1 + 2**-6, -1, 1 + 2**-7]
     gate, up = (adapter.modules[f"model.layers.1.mlp.experts.{part}_proj"] for part in ("gate", "up"))
-    experts = built.weights["gate_up_proj_moe", 1]
+    experts = lora.joined(built.weights["gate_up_proj_moe", 1])
     assert torch.equal(experts.a, torch.cat([gate.a, up.a], dim=1).to(dtype))
     assert torch.equal(experts.b, torch.cat([gate.b, up.b], dim=1).to(dtype))
 

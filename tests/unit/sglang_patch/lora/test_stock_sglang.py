@@ -74,8 +74,8 @@ def test_sglang_s_own_class_stacks_the_tensors_of_our_slots(patched_sglang: None
     theirs = read_by_sglang(tmp_path / "a", config["num_hidden_layers"])
     ours = build_adapter("a", adapter, table.lora_modules(config), torch.float32).weights
     seen = 0
-    for (name, layer), fused in ours.items():
-        for letter, stacked in (("A", fused.a), ("B", fused.b)):
+    for (name, layer), parts in ours.items():
+        for letter, stacked in zip("AB", lora.joined(parts), strict=True):
             end = f".{EXPERTS.get(name, name)}.lora_{letter}.weight"
             found = {key: value for key, value in theirs[layer].items() if key.endswith(end)}
             if name not in EXPERTS:
