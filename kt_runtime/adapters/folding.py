@@ -46,10 +46,9 @@ def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
     # Views of the file's bytes stay where all of its experts are such: else one small tensor would keep the whole.
     owns = None in stacked.values()
     dense = {part.module.name: _uniform(part, rank, common, owns=owns) for part in parts if part.expert is None}
+    views = {} if owns else stacked
     pairs = {
-        name: dense[name]
-        if name in dense
-        else (None if owns else stacked[name]) or _stack(module, experts[name], rank, common)
+        name: dense.get(name) or views.get(name) or _stack(module, experts[name], rank, common)
         for name, module in modules.items()
     }
     alpha = plain_alpha if plain_alpha is not None else common * rank

@@ -141,14 +141,14 @@ class OpenFile:
         used = piece[:0]
         with contextlib.closing(DirectFile(self.descriptor)) as direct:
             for target in targets:
-                filled = 0
-                commit(target.ctypes.data, len(target))
+                filled, address = 0, target.ctypes.data
                 while filled < len(target):
                     if not len(used):
                         count = self._read_into(data, done, direct)
                         used, done = piece[max(0, begin - done) : count], done + count
                         continue
                     count = min(len(target) - filled, len(used))
+                    commit(address + filled, count)
                     target[filled : filled + count] = used[:count]
                     filled, used = filled + count, used[count:]
 
