@@ -6,7 +6,7 @@ in SGLang's wheel needs SGLang's kernel library, which needs the CUDA driver. An
 that is not CUDA (the emulated one of the tests) gets the torch implementations too, on its own device.
 
 Without CUDA the packages of `ONLY_FOR_CUDA` are not imported either. SGLang tries them wherever they are installed, and
-does without them where the import fails. SGLang asks for its platform before it imports them.
+uses its own code where the import fails. SGLang asks for its platform before it imports them.
 
 SGLang must not be imported while it discovers plugins, so the class is created when SGLang looks it up by name.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import zmq.asyncio
@@ -17,6 +17,16 @@ from kt_runtime.wire.replies import ErrorReply, Reply
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 _R = TypeVar("_R", bound=Reply)
+
+
+class AsyncResident(Protocol):
+    """The part of `AsyncResidentClient` that the server's routes use, with the same errors. Tests replace it."""
+
+    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R: ...
+
+    async def exchange(
+        self, request: AnyRequest, reply_type: type[_R], timeout_s: float, arrays: Arrays | None = None
+    ) -> tuple[_R, dict[str, np.ndarray]]: ...
 
 
 class AsyncResidentClient:

@@ -20,7 +20,7 @@ from kt_runtime.serve.finetuning.service import FineTuning
 from kt_runtime.serve.finetuning.trainer import Connection
 from kt_runtime.serve.http.adapters import Adapters
 from kt_runtime.serve.requests.checks.models import ServedModels
-from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.async_client import AsyncResident
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.3
 @contextlib.asynccontextmanager
 async def finetuning_api(
     app: FastAPI,
-    resident: AsyncResidentClient,
+    resident: AsyncResident,
     adapters: Adapters,
     models: ServedModels,
     facts: ServerFacts,

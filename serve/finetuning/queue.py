@@ -24,7 +24,7 @@ from kt_runtime.serve.finetuning.jobs import CheckpointRecord, JobError, JobReco
 from kt_runtime.serve.finetuning.recipe import CHECKPOINTS_KEPT, ServerFacts, WrongFile, checkpoint_name, prepare
 from kt_runtime.serve.finetuning.trainer import POLL_SECONDS, Connection, Trainer
 from kt_runtime.wire import messages, replies
-from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.async_client import AsyncResident
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class JobQueue:
         jobs: JobStore,
         files: FileStore,
         adapters: Adapters,
-        resident: AsyncResidentClient,
+        resident: AsyncResident,
         facts: ServerFacts,
         adapter_directory: Path,
         connection: Connection,

@@ -16,7 +16,7 @@ from kt_runtime.serve.tinker.model import ModelFacts
 from kt_runtime.serve.tinker.routes import tinker_routes
 from kt_runtime.serve.tinker.sampling import Engine
 from kt_runtime.serve.tinker.service import TinkerService
-from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.async_client import AsyncResident
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @contextlib.asynccontextmanager
 async def tinker_api(
     app: FastAPI,
-    resident: AsyncResidentClient,
+    resident: AsyncResident,
     engine: Engine,
     adapters: Adapters,
     options: ServeOptions,

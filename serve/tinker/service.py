@@ -41,7 +41,7 @@ from kt_runtime.serve.tinker.samplers import Adapters, Sampler, Samplers, sample
 from kt_runtime.serve.tinker.sampling import Engine
 from kt_runtime.serve.tinker.sessions import HEARTBEAT_SECONDS, ClientSessions
 from kt_runtime.serve.tinker.training import Training, new_id
-from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.async_client import AsyncResident
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class TinkerService:
 
     def __init__(
         self,
-        resident: AsyncResidentClient,
+        resident: AsyncResident,
         engine: Engine,
         adapters: Adapters,
         model: ModelFacts,

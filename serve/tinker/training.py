@@ -16,7 +16,7 @@ from kt_runtime.serve.tinker.protocol.batches import TrainingCall
 from kt_runtime.serve.tinker.protocol.bodies import AdamParams, OptimStep, decoded
 from kt_runtime.serve.tinker.protocol.results import ForwardResult, JsonResult, metrics_of
 from kt_runtime.wire import messages, replies
-from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.async_client import AsyncResident
 from kt_runtime.wire.messages import AnyRequest, LoraSettings
 from kt_runtime.wire.replies import Reply
 
@@ -35,7 +35,7 @@ def new_id() -> str:
 class Training:
     """`session`: the name of the session in the resident. Every method raises the resident's errors."""
 
-    def __init__(self, resident: AsyncResidentClient, session: str, context_tokens: int) -> None:
+    def __init__(self, resident: AsyncResident, session: str, context_tokens: int) -> None:
         self._resident, self.session, self._context_tokens = resident, session, context_tokens
 
     async def open(self, run: RunRecord, start_from: Path | None = None) -> None:

@@ -3,7 +3,7 @@
 Keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; their meaning: src/llama-hparams.cpp and the
 models' files in src/models. A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name.
 Layers behind the last, for multi-token prediction (`nextn_predict_layers`), are read past. What llama.cpp has in its
-source, without a key, stands in `OF_LLAMA_CPP`.
+source, without a key, is in `OF_LLAMA_CPP`.
 """
 
 from __future__ import annotations

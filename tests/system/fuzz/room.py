@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,10 @@ MOST_RESIDENT_BYTES = 3 << 30
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two tokens of a stream; `until`: CLOCK_MONOTONIC, seconds."""
+    """Between two tokens of a stream. `seconds`: of the stream's clock. `since`, `until`: of CLOCK_MONOTONIC."""
 
     seconds: float
+    since: float
     until: float
 
 
@@ -53,26 +54,33 @@ def _stream_body(adapter: str | None, prompt: list[int], stream: bool) -> dict[s
 
 
 class Stream(threading.Thread):
-    """Asks the same, greedily, over and over. `expected`: the tokens of the quiet server. `rest_s`: between answers."""
+    """Asks the same, greedily, over and over. `expected`: the tokens of the quiet server. `rest_s`: between answers.
+    `clock`: by which its waits are measured, in seconds."""
 
     def __init__(
-        self, url: str, adapter: str | None, prompt: list[int], expected: list[int], rest_s: float = 0.0
+        self,
+        url: str,
+        adapter: str | None,
+        prompt: list[int],
+        expected: list[int],
+        rest_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self._rest_s = rest_s
+        self._rest_s, self._clock = rest_s, clock
         self._url, self._body, self.expected = url, _stream_body(adapter, prompt, stream=True), expected
         self.gaps: list[Gap] = []
         self.faults: list[str] = []
         self.num_answers = 0
-        self._last: float | None = None
+        self._last: tuple[float, float] | None = None  # by its clock, and by CLOCK_MONOTONIC
         self._finish = threading.Event()
         self._may_ask, self._rests = threading.Event(), threading.Event()
         self._may_ask.set()
 
     def waiting(self) -> Gap:
         """How long it has waited for its next token so far."""
-        now, last = time.monotonic(), self._last
-        return Gap(now - (now if last is None else last), now)
+        now, last = (self._clock(), time.monotonic()), self._last
+        return _gap(last or now, now)
 
     def pause(self) -> None:
         """Returns when the answer in progress has ended; `resume` lets it ask again."""
@@ -117,9 +125,9 @@ class Stream(threading.Thread):
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
-                now = time.monotonic()
+                now = self._clock(), time.monotonic()
                 if self._last is not None:
-                    self.gaps.append(Gap(now - self._last, now))
+                    self.gaps.append(_gap(self._last, now))
                 self._last = now
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
@@ -127,6 +135,10 @@ class Stream(threading.Thread):
                 tokens = event["output_ids"]
         self._last = None
         return tokens
+
+
+def _gap(last: tuple[float, float], now: tuple[float, float]) -> Gap:
+    return Gap(now[0] - last[0], last[1], now[1])
 
 
 class TrainingRun(threading.Thread):
@@ -250,10 +262,10 @@ class Room:
         return watch
 
     @contextlib.contextmanager
-    def streaming(self, rest_s: float) -> Iterator[list[Stream]]:
-        """Four streams and the training run, until the block ends. They have begun when it begins."""
+    def streaming(self, rest_s: float, clock: Callable[[], float]) -> Iterator[list[Stream]]:
+        """Four streams, whose waits are measured by `clock`, until the block ends."""
         streams = [
-            Stream(self.api.url, adapter, prompt, expected, rest_s)
+            Stream(self.api.url, adapter, prompt, expected, rest_s, clock)
             for (adapter, prompt), expected in zip(STREAMS, self.expected, strict=True)
         ]
         for stream in streams:
@@ -299,6 +311,15 @@ class Room:
             time.sleep(0.1)
         answer = httpx.post(f"{self.api.url}/flush_cache", params={"timeout": 30}, timeout=60, trust_env=False)
         answer.raise_for_status()
+
+    def processor_seconds(self) -> float:
+        """Of all its processes so far."""
+        seconds = 0.0
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def memory(self) -> dict[str, int]:
         """Resident bytes of each process."""

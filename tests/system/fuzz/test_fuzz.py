@@ -111,7 +111,7 @@ def test_attack(keeper: Keeper, tmp_path: Path) -> None:
         troubles.append("`save` has replaced a directory that it had not written")
     longest = max(gap.seconds for stream in server.streams for gap in stream.gaps)
     rounds = f"{sum(stream.num_answers for stream in server.streams)} streams, {server.run.num_rounds} training rounds"
-    print(f"{rounds}; longest wait for a token {longest:.2f} s, before the attack {server.quiet_gap_s:.2f} s")
+    print(f"{rounds}; longest wait for a token {longest:.2f} {server.unit}, before the attack {server.quiet_gap_s:.2f}")
     assert not troubles, "\n".join([f"FUZZ_SEED={SEED}", *troubles])
 
 
@@ -207,7 +207,7 @@ def _faults(server: Attended, target: Target, begun: float) -> list[str]:
     ended = server.watch.ended[1] - 1.0 if server.watch.ended else float("inf")  # after that nothing is answered
     wrong = [fact for fact in facts if "fault" in fact and fact["end"] < ended]
     found = [f"{target.directory / fact['case']}: {fact['fault']}" for fact in wrong]
-    moments = [(gap.until - gap.seconds, gap.until) for gap in server.gaps(begun)]
+    moments = [(gap.since, gap.until) for gap in server.gaps(begun)]
     if server.watch.ended:
         moments.append((server.watch.ended[1] - 2.0, server.watch.ended[1]))
     for since, until in moments:

@@ -81,7 +81,10 @@ HUGE = 1 << 60
     ],
 )
 def test_bytes_that_are_no_gguf_file_are_refused_at_once(data: bytearray, message: str) -> None:
-    started = time.process_time()
-    with pytest.raises(AdapterError, match=f"^f: .*{message}"):
-        parse_gguf(data, "f")
-    assert time.process_time() - started < 10  # below a millisecond measured
+    seconds = []
+    for _ in range(3):  # the least: a collection of garbage takes longer
+        started = time.process_time()
+        with pytest.raises(AdapterError, match=f"^f: .*{message}"):
+            parse_gguf(data, "f")
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.0004  # 0.04 ms measured

@@ -114,7 +114,10 @@ def test_ranks_and_scalings_follow_peft() -> None:
 
 def test_patterns_that_are_accepted_match_in_reasonable_time() -> None:
     settings = parse_config(config(rank_pattern={".*a.*a.*ab": 2}), 8, "file")
-    start = time.process_time()
-    for _ in range(20):
-        settings.rank_of("a" * 100)
-    assert time.process_time() - start < 10  # 18 ms measured; backtracking without bound takes hours
+    seconds = []
+    for _ in range(3):  # the least: a collection of garbage takes as long
+        start = time.process_time()
+        for _ in range(20):
+            settings.rank_of("a" * 100)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.18  # 18 ms measured; backtracking without bound takes hours

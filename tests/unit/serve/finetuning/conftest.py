@@ -7,9 +7,10 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
@@ -26,6 +27,11 @@ from kt_runtime.serve.finetuning.trainer import Connection
 from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.wire import replies
+from kt_runtime.wire.codec import Arrays
+from kt_runtime.wire.messages import AnyRequest, CloseSession
+
+_R = TypeVar("_R", bound=replies.Reply)
 
 PATIENCE_S = 600.0  # hundreds of fsync, on a disk that others keep busy
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -92,10 +98,21 @@ class MemoryAdapters:
 
 @dataclass
 class MemoryResident:
+    """Of an `AsyncResident`: closes sessions."""
+
     closed: list[str] = field(default_factory=list)
 
-    async def call(self, request: Any, reply_type: type, timeout_s: float) -> Any:
+    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
+        assert isinstance(request, CloseSession)
         self.closed.append(request.session)
+        reply = replies.DoneReply(request_id=request.request_id)
+        assert isinstance(reply, reply_type)
+        return reply
+
+    async def exchange(
+        self, request: AnyRequest, reply_type: type[_R], timeout_s: float, arrays: Arrays | None = None
+    ) -> tuple[_R, dict[str, np.ndarray]]:
+        return await self.call(request, reply_type, timeout_s), {}
 
 
 class Desk:
@@ -119,7 +136,7 @@ class Desk:
                 self.jobs,
                 self.files,
                 self.adapters,
-                self.resident,  # type: ignore[arg-type]
+                self.resident,
                 facts,
                 self.place,
                 Connection("http://here", "the key of trainers"),

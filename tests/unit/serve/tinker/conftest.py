@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -24,6 +24,11 @@ from kt_runtime.serve.tinker.routes import tinker_routes
 from kt_runtime.serve.tinker.service import TinkerService
 from kt_runtime.wire import messages as m
 from kt_runtime.wire import replies
+from kt_runtime.wire.codec import Arrays
+from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.status import SessionInfo
+
+_R = TypeVar("_R", bound=replies.Reply)
 
 CONTEXT_TOKENS = 64
 CONFIG = {
@@ -58,16 +63,20 @@ class MemoryResident:
     def received(self, kind: type) -> list[Any]:
         return [request for request in self.requests if isinstance(request, kind)]
 
-    async def call(self, request: Any, reply_type: type, timeout_s: float) -> Any:
+    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
         return (await self.exchange(request, reply_type, timeout_s))[0]
 
-    async def exchange(self, request: Any, reply_type: type, timeout_s: float, arrays: Any = None) -> Any:
+    async def exchange(
+        self, request: AnyRequest, reply_type: type[_R], timeout_s: float, arrays: Arrays | None = None
+    ) -> tuple[_R, dict[str, np.ndarray]]:
         self.requests.append(request)
         if self.gate is not None and not isinstance(request, m.CloseSession):
             await self.gate.wait()
         if type(request) in self.errors:
             raise self.errors.pop(type(request))
-        return self._reply(request, arrays)
+        reply, received = self._reply(request, arrays)
+        assert isinstance(reply, reply_type)
+        return reply, received
 
     def _reply(self, request: Any, arrays: Any) -> Any:
         match request:
@@ -78,6 +87,11 @@ class MemoryResident:
                     request_id=request.request_id, loss=3.5, num_tokens=len(logprobs), seconds=0.1, metrics=metrics
                 )
                 return reply, {"logprobs": logprobs}
+            case m.CreateSession() | m.Load():
+                info = SessionInfo(
+                    session=request.session, rank=1, alpha=1.0, step=0, modules=["o_proj"], num_parameters=1
+                )
+                return replies.SessionReply(request_id=request.request_id, info=info), {}
             case m.OptimStep():
                 return replies.OptimReply(request_id=request.request_id, step=1, grad_norm=0.5, finished_at=0.0), {}
             case m.Save():
@@ -183,7 +197,7 @@ class Desk:
         async def main() -> None:
             model = ModelFacts("tiny", ["tiny"], Path("/models/tiny"), family_for(CONFIG), CONFIG, CONTEXT_TOKENS)
             self.service = TinkerService(
-                self.resident,  # type: ignore[arg-type]
+                self.resident,
                 self.engine,
                 self.adapters,
                 model,

@@ -144,7 +144,7 @@ def test_ten_thousand_rows_take_a_moment_and_little_memory(datasets: Any) -> Non
         pass
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert seconds < 10, "processor time; 0.10 s was measured on a Zen 5, 0.24 s on a Zen 3"
+    assert seconds < 2.4, "processor time; 0.10 s was measured on a Zen 5, 0.24 s on a Zen 3"
     assert peak_bytes < 1_000_000, "rows are not kept: 2,000 of them hold 1 MB of text alone"
 
 

@@ -320,7 +320,7 @@ def test_ten_thousand_short_rows_render_in_seconds_and_little_memory(make: Make)
     start = time.process_time()
     items = renderer.render_all(rows, lambda line: None)
     assert len(items) == count
-    assert time.process_time() - start < 120  # 1.8 s measured; with work for each pair of rows, hours
+    assert time.process_time() - start < 18  # 1.8 s measured; with work for each pair of rows, hours
     assert sum(item.tokens.nbytes + item.trained.nbytes for item in items if isinstance(item, Example)) <= 5 * sum(
         item.num_tokens for item in items
     )
