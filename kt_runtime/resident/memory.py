@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import psutil
 
@@ -18,6 +19,8 @@ _LEAST_KEPT_BYTES, _KEPT_SHARE, _MAPPED_SHARE = 4 << 20, 256, 4
 _RESERVED_BYTES = 4 << 20
 _SMALL_BYTES = 448  # and 33 of the object: CPython's allocator has objects of up to 512
 _HALF_ARENA_BITS = 19  # of an address; CPython's ARENA_BITS is 20. Wherever an arena begins, a whole half lies in it
+_ARENA_BYTES = 1 << 20
+_MADV_POPULATE_WRITE = 23  # madvise(2): pages that can be written to, with the values that they have
 _LIBC = ctypes.CDLL(None)
 _reserved: list[bytes] = []
 
@@ -61,9 +64,13 @@ def reserve_for_small_objects(num_bytes: int = _RESERVED_BYTES) -> None:
 
     How much Python needs depends on how many objects are alive at once, and on the gaps between them. Both grow over
     the first ten thousand requests of a server, by megabytes that look like a leak. Python gives an arena of this
-    memory back once it is empty: one object that stays in each half of it prevents that.
+    memory back once it is empty: one object that stays in each half of it prevents that. The rest of the last arena
+    would get its pages one by one, so the kernel is asked for them too, at most 1 MiB with what lies behind the arena.
+    Linux before 5.14 refuses, and the rest comes later, as without this.
     """
     small = [bytes(_SMALL_BYTES) for _ in range(num_bytes // _SMALL_BYTES)]
+    page = id(small[-1]) & -mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_ARENA_BYTES), _MADV_POPULATE_WRITE)
     _reserved.extend({id(each) >> _HALF_ARENA_BITS: each for each in small}.values())
 
 
