@@ -175,7 +175,7 @@ def test_all_ranks_refuse_what_is_not_finite(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_never_holds_more_than_its_share_and_one_layer(tmp_path: Path) -> None:
+def test_a_rank_never_holds_more_than_its_share_and_half_a_layer(tmp_path: Path) -> None:
     experts, size, layers = 8, 512, 6
     shape = ExpertShape(experts, size, size)
     one = moe.random_experts(experts, size, size, seed=0)
@@ -194,7 +194,7 @@ def test_a_rank_never_holds_more_than_its_share_and_one_layer(tmp_path: Path) ->
 
     for resident_bytes, grown_bytes in run_ranks(2, load):
         assert resident_bytes == layers * layer_bytes // 2
-        assert grown_bytes < resident_bytes + layer_bytes
+        assert grown_bytes < resident_bytes + layer_bytes // 2  # 0.09 of a layer measured
 
 
 def kib(field: str) -> int:

@@ -39,7 +39,10 @@ from kt_runtime.wire.messages import CrossEntropy, LoraSettings
 from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (2, 9, 70, 150)  # in chunks of 64 tokens
-LOGPROB_TOLERANCE = 1e-4
+# float32, sums in another order: 3.9e-6 measured, with adapters 1.9e-5 (AMX, AVX2, portable). Recurrent states and
+# GLM-4.7-Flash's attention: 4.0e-5 and 8.3e-5.
+LOGPROB_TOLERANCE, ADAPTED_TOLERANCE = 3e-5, 1e-4
+LARGER = dict.fromkeys(("glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text"), 3.0)
 RANK, ALPHA = 4, 6.0
 Answers = tuple[list[list[int]], list[np.ndarray]]
 QUANTIZED = "gpt_oss, MXFP4"  # experts as its published checkpoints have them; Hugging Face's have what they mean
@@ -151,11 +154,12 @@ def served(running: Running, lora_id: str | None = None) -> Answers:
 @every_family
 def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
     rows, logprobs = running.base
+    tolerance = LOGPROB_TOLERANCE * LARGER.get(running.engine.config["model_type"], 1.0)
     for row, found in zip(rows, logprobs, strict=True):
         with hugging_face_in_float64():
             expected = logprobs_of(running.hugging_face, row)
         assert np.std(expected) > 0.1
-        assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
+        assert np.abs(found - expected).max() <= tolerance
 
 
 @every_family
@@ -182,9 +186,10 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
     assert rows != base
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows, adapter), logprobs, strict=True))
     merged = lora.merge(copy.deepcopy(running.hugging_face), adapter)
+    tolerance = ADAPTED_TOLERANCE * LARGER.get(running.engine.config["model_type"], 1.0)
     for row, found in zip(rows, logprobs, strict=True):
         with hugging_face_in_float64():
-            assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
+            assert np.abs(found - logprobs_of(merged, row)).max() <= tolerance
 
 
 # The others' bfloat16 is tested in the system tests.

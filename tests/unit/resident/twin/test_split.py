@@ -3,6 +3,7 @@ norms, ten steps, published tensors, checkpoints."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from reference.resident.split_host import split_host, store_of
 from kt_runtime.ranks import Exchange
 from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training import checkpoint
+from kt_runtime.resident.training.slices import _Kept
 from kt_runtime.resident.twin import split
 from kt_runtime.wire import Samples
 from kt_runtime.wire.messages import CrossEntropy, PolicyLoss, PreferenceLoss
@@ -132,16 +134,19 @@ def test_steps_of_ranks_that_share_memory(make_session_lab: Any, make_batch: Any
     assert_trained(expected, ranks)
 
 
-def test_ranks_that_share_memory_hold_columns_of_one_layer_at_a_time(make_session_lab: Any, make_batch: Any) -> None:
+def test_what_a_rank_holds_for_backward(make_session_lab: Any, make_batch: Any) -> None:
+    """Its columns of each layer's input, and columns of weights: of one layer at a time if ranks share memory."""
     batches = [make_batch(20, 11), make_batch(25, 9)]
 
     def work(lab: Any) -> Results:
-        session, parts, held = lab.session(fill=False), lab.twin.split, []
+        session, parts, held, inputs = lab.session(fill=False), lab.twin.split, [], []
         fill(session)
         release = parts.release
 
         def look() -> None:
             held.append(parts.fetched_bytes)
+            kept = (each for each in gc.get_objects() if isinstance(each, _Kept) and each.split is not None)
+            inputs.append([each.leaf.untyped_storage().nbytes() for each in kept])
             release()
 
         parts.release = look
@@ -149,6 +154,7 @@ def test_ranks_that_share_memory_hold_columns_of_one_layer_at_a_time(make_sessio
             lab.forward_backward(session, batch, 1000)
         held.append(parts.fetched_bytes)
         whole = sum(weight.rows.nbytes for weight in parts._each)  # a rank's columns are as large as its rows
+        assert inputs[0] == lab.twin.num_layers * [4 * 2 * 20 * lab.host.config["hidden_size"] // 2]
         return {"held": held, "whole": whole, "head": parts.head.weight.rows.nbytes}
 
     sockets, memory = (
