@@ -9,4 +9,4 @@ import gc
 from importlib import metadata
 
 gc.disable()
-metadata.entry_points = functools.cache(metadata.entry_points)
+metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
