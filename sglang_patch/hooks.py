@@ -6,7 +6,7 @@ SGLang logs and ignores a hook that can't be applied, but a half-patched server 
 A function that is hooked is also replaced in the modules that have imported it. For that the registry's
 `_propagate_patch` reads all attributes of all modules for each of some 130 functions: half a million attributes each
 time, together some seconds of a server's start. Meanwhile `Bindings`, which reads them once, takes its place. It leaves
-out the modules of libraries that import nothing of SGLang: more than half of all attributes. In modules of SGLang and
+out the modules of libraries that import nothing of SGLang: three quarters of all attributes. In modules of SGLang and
 of kt-runtime it looks for functions and classes under a few names: a test compares that with all attributes.
 To read an attribute is to count a reference, and in a fork that costs a copy of the memory that the object lies in.
 """
@@ -28,10 +28,13 @@ Hook = Callable[..., Any]
 
 LIBRARIES = frozenset(
     (
-        *("IPython", "PIL", "accelerate", "aiohttp", "anyio", "botocore", "compressed_tensors", "cutlass"),
-        *("fastapi", "fsspec", "huggingface_hub", "mpmath", "numpy", "openai", "pandas", "peft", "prometheus_client"),
-        *("pydantic", "pynvml", "requests", "scipy", "sklearn", "starlette", "sympy", "timm", "tokenizers", "torch"),
-        *("torchao", "torchaudio", "torchvision", "transformers", "triton", "uvicorn"),
+        *("Cython", "IPython", "PIL", "accelerate", "aiohttp", "anyio", "boto3", "botocore", "click"),
+        *("compressed_tensors", "cutlass", "cython", "dill", "fastapi", "filelock", "fsspec", "gguf"),
+        *("google", "httpcore", "httpx", "huggingface_hub", "jinja2", "loguru", "mistral_common", "mpmath", "msgspec"),
+        *("numpy", "openai", "opentelemetry", "pandas", "peft", "prometheus_client", "psutil", "pydantic", "pygments"),
+        *("pynvml", "regex", "requests", "rich", "scipy", "sklearn", "starlette", "sympy", "timm", "tokenizers"),
+        *("torch", "torchao", "torchaudio", "torchcodec", "torchvision", "traitlets", "transformers", "triton"),
+        *("triton_kernels", "tvm_ffi", "urllib3", "uvicorn", "xgrammar", "yaml", "zmq"),
         *sys.stdlib_module_names,
     )
 )
@@ -153,9 +156,9 @@ class Bindings:
         """Once, and after imports: new modules, and those that got attributes, as modules loaded on demand do."""
         if len(sys.modules) == self._num_modules:
             return
-        for key, module in list(sys.modules.items()):
+        for key in list(sys.modules):  # without a reference to the modules of libraries
             package = key.partition(".")[0]
-            if package in LIBRARIES or not isinstance(module, ModuleType):
+            if package in LIBRARIES or not isinstance(module := sys.modules.get(key), ModuleType):
                 continue
             attributes = vars(module)
             if len(attributes) == self._num_attributes.get(key):

@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from kt_runtime.errors import ConflictError
 from kt_runtime.sglang_patch import plugin, version
 from kt_runtime.sglang_patch.frontend import http_server
-from kt_runtime.sglang_patch.hooks import OTHER_NAMES, OWN_NAMES, Hooks, _hooked, check_applied
+from kt_runtime.sglang_patch.hooks import LIBRARIES, OTHER_NAMES, OWN_NAMES, Hooks, _hooked, check_applied
 
 PATCHED = [(module, symbol) for module in plugin.PATCHES for symbol in plugin.patch_module(module).SYMBOLS]
 
@@ -61,7 +61,8 @@ class Told(Hooks):
 
 @pytest.mark.slow
 def test_modules_of_sglang_hold_a_hooked_function_under_its_own_name_or_a_known_one(patched_sglang: None) -> None:
-    """So `Bindings` looks for no other name there. Also what is hooked in the frontend only, or on a GPU."""
+    """So `Bindings` looks for no other name there, and for none in libraries. Also what is hooked in the frontend only,
+    or on a GPU."""
     importlib.import_module("sglang.srt.models.registry")
     importlib.import_module("sglang.srt.entrypoints.http_server")
     own, hooked, registry = set[str](), dict[int, object](), inspect.getsourcefile(HookRegistry)
@@ -80,10 +81,11 @@ def test_modules_of_sglang_hold_a_hooked_function_under_its_own_name_or_a_known_
     held = {
         (key, name)
         for key, module in list(sys.modules.items())
-        if key.partition(".")[0] in OWN_NAMES and isinstance(module, ModuleType)
+        if key.partition(".")[0] in OWN_NAMES | LIBRARIES and isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
         if id(value) in hooked
     }
+    assert not [key for key, _ in held if key.partition(".")[0] in LIBRARIES]
     assert len(held) > 2 * len(own) > 20, "functions are imported by other modules"
     assert {name for _, name in held} - own == OTHER_NAMES
 
