@@ -23,8 +23,8 @@ STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.25, 2.0
 class Attended:
     """`quiet_gap_s`: the longest wait between two tokens before the attack, streams and training in progress.
 
-    `strict`: no wait above `LONGEST_GAP_SECONDS` by the clock. Else waits are seconds of the server's processor time, as
-    many on each processor: other programs don't count.
+    `strict`: no wait above `LONGEST_GAP_SECONDS` by the clock. Else waits are the server's processor time, so many on
+    each processor: other programs do not count.
     """
 
     room: Room
