@@ -32,6 +32,9 @@ HEADINGS = {
     "stall_ms": "longest stall",
     "median_stall_ms": "longest stall, median of rounds",
     "quiet_stall_ms": "longest stall before and after",
+    "running_stall_ms": "longest stall without the machine's stops",
+    "running_median_stall_ms": "the same, median of rounds",
+    "control_running_stall_ms": "longest stall without stops in the control",
     "control_stall_ms": "longest stall in the control",
     "control_median_stall_ms": "control's, median of rounds",
     **{f"{phase}_stall_ms": f"longest stall, {phase.replace('_', ' ')}" for phase in PHASES},
@@ -51,7 +54,8 @@ class Swap:
     session: from the end of the optimizer step) to the first token of the new version. `unload_ms`: of the request that
     unloads the name. `stolen_ms`, `control_stolen_ms`: how long the machine's host kept the processors from running
     during the rounds and the controls, the mean of the processors; None where the system does not say it. `stopped_ms`,
-    `control_stopped_ms`: by how much a thread that only sleeps woke too late at most, in each round and each control.
+    `control_stopped_ms`: by how much a thread that only sleeps woke too late at most, in each round and each control;
+    `running`, `control_running`: as `during` and `control`, each gap without the machine's stops in it (`Naps`).
     """
 
     what: str
@@ -69,13 +73,16 @@ class Swap:
     phases: dict[str, list[list[float]]] = field(default_factory=dict)
     stolen_ms: float | None = None
     control_stolen_ms: float | None = None
+    running: list[list[float]] = field(default_factory=list)
+    control_running: list[list[float]] = field(default_factory=list)
     stopped_ms: list[float] = field(default_factory=list)
     control_stopped_ms: list[float] = field(default_factory=list)
 
 
 def row_of(swap: Swap) -> dict[str, Any]:
     step = median(swap.quiet)
-    rounds = {"": swap.during, "control_": swap.control, **{f"{name}_": swap.phases.get(name, []) for name in PHASES}}
+    rounds = {"": swap.during, "control_": swap.control, "running_": swap.running}
+    rounds |= {"control_running_": swap.control_running, **{f"{name}_": swap.phases.get(name, []) for name in PHASES}}
     row = {name: getattr(swap, name) for name in ("what", "size", "rank", "targets", "adapter_bytes", "streams")}
     for name in ("publish_ms", "first_token_ms", "unload_ms"):
         values = getattr(swap, name)

@@ -212,8 +212,10 @@ class SwapBench:
             measured.settle()  # the gaps at the end are over, too
             spans = measured.whole_rounds(ended) if whole else [each.calls for each in measured.rounds]
             for each, times in zip(measured.rounds, spans, strict=True):
-                gaps = [gap for since, until in times for gap in streams.gaps_ms(since, until)]
-                (found.control if each.is_control else found.during).append(gaps)
+                gaps = [gap for since, until in times for gap in streams.gaps(since, until)]
+                (found.control if each.is_control else found.during).append([1e3 * (b - a) for a, b in gaps])
+                running = [1e3 * (b - a) - naps.stopped_ms(a, b) for a, b in gaps]
+                (found.control_running if each.is_control else found.running).append(running)
                 stopped = max(naps.latest_ms(*span) for span in times)
                 (found.control_stopped_ms if each.is_control else found.stopped_ms).append(stopped)
                 if len(each.calls) == len(PHASES):
@@ -259,7 +261,7 @@ class SwapBench:
             of_phases = ((each, row[f"{each}_stall_ms"], row[f"{each}_median_stall_ms"]) for each in PHASES)
             stalls += "".join(f", {name} {longest:.0f}, median {usual:.0f}" for name, longest, usual in of_phases)
         stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
-        stolen += f", stopped {row['stopped_ms']:.0f}"
+        stolen += f", stopped {row['stopped_ms']:.0f}, without stops {row['running_stall_ms']:.0f}"
         self._say(
             f"{found.what} {name}: published in {times} ms; step {row['decode_step_ms']:.0f}, stall {stalls}{stolen}"
         )

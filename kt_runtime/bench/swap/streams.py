@@ -1,14 +1,15 @@
 """Streams that decode on a thread while something else is measured, and the gaps between their tokens.
 
-And a thread that notices when the machine stops.
+And threads that notice when the machine stops.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from types import TracebackType
 
@@ -23,6 +24,8 @@ PATIENCE_SECONDS = 120.0
 FIRST_EVENTS = 4
 """Of every stream, before anything is measured."""
 NAP_SECONDS = 0.005
+LEAST_STOP_SECONDS = 0.02
+"""On a busy processor a thread that only sleeps wakes up to 8 ms late: later, the processor was stopped."""
 
 
 class Streams:
@@ -57,9 +60,13 @@ class Streams:
         self._thread.join()
         self._loop.close()
 
-    def gaps_ms(self, since: float, until: float) -> list[float]:
+    def gaps(self, since: float, until: float) -> list[tuple[float, float]]:
         """Between two tokens of a stream, of gaps that overlap the time (performance counter)."""
-        return [1e3 * (b - a) for a, b in self._gaps() if b >= since and a <= until]
+        return [(a, b) for a, b in self._gaps() if b >= since and a <= until]
+
+    def gaps_ms(self, since: float, until: float) -> list[float]:
+        """The lengths of `gaps`."""
+        return [1e3 * (b - a) for a, b in self.gaps(since, until)]
 
     def ended_gaps_ms(self, since: float, until: float) -> list[float]:
         """As `gaps_ms`, of gaps that end in the time: none belongs to two times."""
@@ -104,36 +111,52 @@ class Streams:
 
 
 class Naps:
-    """A thread that sleeps `NAP_SECONDS` again and again, in the block. How late it wakes says how long nothing ran: a
-    virtual machine is sometimes stopped for 0.2 to 0.5 s, which its system does not count as stolen time."""
+    """A thread on each processor that sleeps `NAP_SECONDS` again and again, in the block. How late one wakes says how
+    long nothing new ran on its processor: a virtual machine, or one processor of it, is sometimes stopped for 0.02 to
+    0.5 s, which its system does not count as stolen time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._woke: list[tuple[float, float]] = []  # when, and how many seconds too late
+        self._woke: dict[int, list[tuple[float, float]]] = {}  # by processor: when, and how many seconds too late
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in processors]
 
     def __enter__(self) -> Naps:
-        self._thread.start()
+        for each in self._threads:
+            each.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ends.set()
-        self._thread.join()
+        for each in self._threads:
+            each.join()
 
     def latest_ms(self, since: float, until: float) -> float:
-        """How late the thread woke at most, of naps that overlap the time."""
-        late = [1e3 * late for woke, late in list(self._woke) if woke >= since and woke - late <= until]
-        return max(late, default=0.0)
+        """How late a thread woke at most, of naps that overlap the time."""
+        naps = (nap for woke in list(self._woke.values()) for nap in list(woke))
+        return max((1e3 * late for woke, late in naps if woke >= since and woke - late <= until), default=0.0)
 
-    def _run(self) -> None:
+    def stopped_ms(self, since: float, until: float) -> float:
+        """How long a processor was stopped meanwhile, the one with the most; stops from `LEAST_STOP_SECONDS` on."""
+        return 1e3 * max((_stopped(list(woke), since, until) for woke in list(self._woke.values())), default=0.0)
+
+    def _run(self, processor: int) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {processor})  # of this thread
+        found = self._woke.setdefault(processor, [])
         fell_asleep = self._clock()
         while not self._ends.wait(NAP_SECONDS):
             woke = self._clock()
-            self._woke.append((woke, woke - fell_asleep - NAP_SECONDS))
+            found.append((woke, woke - fell_asleep - NAP_SECONDS))
             fell_asleep = woke
+
+
+def _stopped(naps: Sequence[tuple[float, float]], since: float, until: float) -> float:
+    stops = ((woke - late, woke) for woke, late in naps if late >= LEAST_STOP_SECONDS)
+    return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in stops)
 
 
 def now() -> float:

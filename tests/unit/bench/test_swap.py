@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from kt_runtime.bench.swap.figures import Swap, growth, result_of, row_of
 from kt_runtime.bench.swap.files import write_adapter
 from kt_runtime.bench.swap.plan import Plan, Size, bytes_of, rank_bytes, size_of
 from kt_runtime.bench.swap.report import print_report
-from kt_runtime.bench.swap.streams import NAP_SECONDS, Naps, Streams
+from kt_runtime.bench.swap.streams import LEAST_STOP_SECONDS, NAP_SECONDS, Naps, Streams
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.serve.models.presets import load_preset
@@ -138,11 +140,36 @@ def test_gaps_are_those_of_single_requests_that_overlap_the_time() -> None:
 def test_a_thread_that_sleeps_notices_that_the_machine_stopped() -> None:
     times = iter([10.0, 10.005, 10.417, 10.422])
     naps = Naps(clock=lambda: next(times))
-    naps._ends = SimpleNamespace(wait=lambda seconds: seconds != NAP_SECONDS or len(naps._woke) == 3)  # type: ignore[assignment]
-    naps._run()
+    processor = min(os.sched_getaffinity(0))
+    naps._ends = SimpleNamespace(  # type: ignore[assignment]
+        wait=lambda seconds: seconds != NAP_SECONDS or len(naps._woke[processor]) == 3
+    )
+    before = os.sched_getaffinity(0)
+    naps._run(processor)
+    os.sched_setaffinity(0, before)
     assert naps.latest_ms(9.0, 11.0) == naps.latest_ms(10.1, 10.2) == pytest.approx(407.0, rel=1e-11)
     assert naps.latest_ms(10.0, 10.004) == 0.0
     assert naps.latest_ms(10.418, 11.0) == pytest.approx(0.0, abs=1e-11)  # 7.9e-13
+
+
+def test_the_stops_of_one_processor_within_a_gap_are_counted_and_short_ones_are_not() -> None:
+    naps = Naps()
+    least = LEAST_STOP_SECONDS
+    naps._woke = {0: [(1.1, 0.1), (1.2, 0.9 * least), (2.0, 0.3)], 1: [(2.1, 0.25)]}
+    assert naps.stopped_ms(0.0, 3.0) == pytest.approx(400.0)
+    assert naps.stopped_ms(1.05, 1.3) == pytest.approx(50.0)
+    assert naps.stopped_ms(1.9, 2.1) == pytest.approx(200.0)
+    assert naps.stopped_ms(1.15, 1.6) == 0.0
+
+
+def test_every_processor_has_a_thread_that_sleeps() -> None:
+    with Naps() as naps:
+        processors = os.sched_getaffinity(0)
+        deadline = time.monotonic() + 60.0
+        while naps._woke.keys() != processors or not all(naps._woke.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert os.sched_getaffinity(0) == processors
 
 
 def test_a_report_becomes_a_measurement_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
