@@ -89,13 +89,8 @@ def read_tensor_file(
     a gap, if their dtypes are equal: together they are one tensor, and need not be copied to become one.
     """
     entries = _header_of(file, max_header_bytes)
-    places, offset, last = {}, 0, None
-    for name in sorted(entries, key=place):
-        entry, group = entries[name], place(name)[:2]
-        alignment = DTYPES[entry.dtype].itemsize if group == last else ALIGNMENT
-        offset, last = -(-offset // alignment) * alignment, group
-        places[name] = slice(offset, offset := offset + entry.stop - entry.start)
-    memory = spare.array(max(offset, 1))
+    places, num_bytes = _places(entries, place)
+    memory = spare.array(max(num_bytes, 1))
 
     def read(names: list[str]) -> None:
         file.spread(entries[names[0]].start, (memory[places[name]] for name in names))
@@ -111,6 +106,27 @@ def read_tensor_file(
         pause()
         tensors[name] = whole[places[name]].view(DTYPES[entry.dtype]).view(entry.shape)
     return tensors
+
+
+def _places(entries: Mapping[str, Entry], place: Callable[[str], Place]) -> tuple[dict[str, slice], int]:
+    """Where each tensor lies, in bytes, and how many these are. Not one long sort: the GIL is held for as long."""
+    groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name in entries:
+        pause()
+        first, second, number = place(name)
+        groups.setdefault((first, second), []).append((number, name))
+    places: dict[str, slice] = {}
+    offset = 0
+    for members in groups.values():
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        for _, name in sorted(members):
+            pause()
+            entry = entries[name]
+            itemsize = DTYPES[entry.dtype].itemsize
+            begin = -(-offset // itemsize) * itemsize
+            offset = begin + entry.stop - entry.start
+            places[name] = slice(begin, offset)
+    return places, offset
 
 
 def _parts(entries: Mapping[str, Entry]) -> list[list[str]]:
