@@ -13,9 +13,10 @@ After the prompt that follows a decode step the engine's thread does not sleep: 
 already, and wait for one thing at a time. It sleeps after the next batch, of whatever kind.
 
 So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
-is. After a step that took longer than usual the engine's thread sleeps for so much less: a stream then waits no longer
-than for a usual step and `MOST_GIVEN_SECONDS`, or for the step alone. There is progress during a long batch, too, of
-`SHARE` of its time after the first `ALONE_SECONDS`: a long prompt does not stop a publication.
+is. After a step that took longer than usual the engine's thread sleeps for less, at least `LEAST_GIVEN_SECONDS`:
+a stream then waits about as long as for a usual step and `MOST_GIVEN_SECONDS`, or for the step alone. There is progress
+during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt does not stop a
+publication.
 
 The client of a small adapter waits for it, and it is ready within 40 ms on free processors. Its threads (`hurry`) never
 pause. If it is not ready at a batch's end, the engine's thread sleeps until it is (`ended`), at most `WAITED` of the
@@ -41,6 +42,8 @@ SHARE = 0.05
 """Of a batch's time from then on, that each thread beside it may compute."""
 GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.008
 """After a batch the engine's thread sleeps for this share of its time, at most so long."""
+LEAST_GIVEN_SECONDS = 0.001
+"""After a step that took longer than usual: a publication goes on, whatever steps take."""
 USUAL_STEPS = 16
 """About so many of the last steps say how long one usually takes."""
 WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
@@ -81,7 +84,7 @@ class Batches:
     @contextmanager
     def computing(self, *, is_prompt: bool = False, is_step: bool = False) -> Iterator[None]:
         """A batch is computed in the block, by any number of threads. `is_prompt`: no stream gets a token by it.
-        `is_step`: every stream gets one, and nothing else is done."""
+        `is_step`: every stream gets one token, and nothing else is done."""
         self._number += 1
         self._is_prompt, self._is_step = is_prompt, is_step
         began = self._began = self._clock()
@@ -119,9 +122,11 @@ class Batches:
             now = self._clock()
 
     def _given(self, seconds: float) -> float:
-        """After a batch that took so long; 0 or less: nothing. Other batches than steps are not compared."""
+        """After a batch that took so long. Other batches than steps are not compared."""
         whole = min(MOST_GIVEN_SECONDS, GIVEN * seconds)
-        return min(whole, self._usual + whole - seconds) if self._is_step and self._usual is not None else whole
+        if not self._is_step or self._usual is None:
+            return whole
+        return min(whole, max(LEAST_GIVEN_SECONDS, self._usual + whole - seconds))
 
     def _hurries(self, now: float) -> bool:
         return any(now - since < HURRY_SECONDS for since in list(self._hurrying.values()))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, allocated, expected_shapes
+from kt_runtime.adapters.tensors import ALIGNMENT, AdapterTensors, LoraPair, allocated, expected_shapes
 from kt_runtime.beside import pause
 from kt_runtime.families import LoraModule
 
@@ -43,7 +43,7 @@ def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
         if part.expert is not None:
             experts.setdefault(part.module.name, {})[part.expert] = part
     stacked = {name: _stacked_views(modules[name], of_module, rank, common) for name, of_module in experts.items()}
-    # Views of the file's bytes stay where all of its experts are such: else one small tensor would keep the whole.
+    # Tensors stay views of the file's bytes only if all experts are: else one small tensor would keep the whole file.
     owns = None in stacked.values()
     dense = {part.module.name: _uniform(part, rank, common, owns=owns) for part in parts if part.expert is None}
     views = {} if owns else stacked
@@ -68,7 +68,8 @@ def _uniform(part: Part, rank: int, common: float, *, owns: bool) -> LoraPair:
 
 
 def _stacked_views(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair | None:
-    """As `_stack`, without a copy, where the experts' tensors lie one behind the other (`read_tensor_file`)."""
+    """As `_stack`, without a copy, where the experts' tensors lie one behind the other from an aligned address on: in
+    what `read_tensor_file` has read, or in a file's stacked tensor."""
     if any(part.scaling != common or part.pair.a.shape[0] != rank for part in parts.values()):
         return None
     if len(parts) < module.num_experts:
@@ -81,6 +82,8 @@ def _stacked_views(module: LoraModule, parts: Mapping[int, Part], rank: int, com
 def _one_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     pause()
     first = tensors[0]
+    if first.data_ptr() % ALIGNMENT:
+        return None
     memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
     for number, each in enumerate(tensors):
         is_next = (

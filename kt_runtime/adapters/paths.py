@@ -103,8 +103,8 @@ class OpenDirectory:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """`path` is for messages only. `size`: when the file was opened. The methods raise AdapterError if it is another
-    one when its bytes are read.
+    """`path` is for messages only. `size`: when the file was opened. The methods raise AdapterError if the file has
+    another size when its bytes are read.
 
     A large file is read past the system's page cache, where it is not in it: it is read once, and pages of gigabytes
     would push out what is used.
@@ -115,7 +115,7 @@ class OpenFile:
     size: int
 
     def beginning(self, num_bytes: int) -> bytes:
-        """At most `size`."""
+        """The file's first bytes. `num_bytes` is at most `size`."""
         data = b""
         while len(data) < num_bytes:
             part = os.pread(self.descriptor, num_bytes - len(data), len(data))
@@ -133,10 +133,10 @@ class OpenFile:
         self.check_end()
         return data[: self.size]
 
-    def spread(self, begin: int, targets: Iterable[np.ndarray]) -> None:
-        """Fills `targets`, uint8, one after another with the bytes from `begin` on. On any thread; `check_end` is for
-        the caller."""
-        data = _blocks(min(self.size, PIECE_BYTES))
+    def spread(self, begin: int, end: int, targets: Iterable[np.ndarray]) -> None:
+        """Fills `targets`, uint8, one after another with the bytes from `begin` to `end`, which are as many. On any
+        thread. The caller calls `check_end`, once."""
+        data = _blocks(min(end - begin // BLOCK_BYTES * BLOCK_BYTES, PIECE_BYTES))
         piece, done = np.frombuffer(data, np.uint8), begin // BLOCK_BYTES * BLOCK_BYTES
         used = piece[:0]
         with contextlib.closing(DirectFile(self.descriptor)) as direct:
@@ -144,7 +144,7 @@ class OpenFile:
                 filled, address = 0, target.ctypes.data
                 while filled < len(target):
                     if not len(used):
-                        count = self._read_into(data, done, direct)
+                        count = self._read_into(data[: _whole_blocks(end - done)], done, direct)
                         used, done = piece[max(0, begin - done) : count], done + count
                         continue
                     count = min(len(target) - filled, len(used))
@@ -191,4 +191,8 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 
 def _blocks(num_bytes: int) -> memoryview:
     """Memory for so many and for the rest of their last block."""
-    return spare.array(-(-max(num_bytes, 1) // BLOCK_BYTES) * BLOCK_BYTES).data
+    return spare.array(_whole_blocks(max(num_bytes, 1))).data
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

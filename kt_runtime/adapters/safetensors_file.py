@@ -38,7 +38,7 @@ FLOAT_DTYPES = ("F32", "BF16", "F16")
 PART_BYTES = 16 << 20
 """A thread reads so many at once: a small adapter is read by one."""
 Place = tuple[str, str, int]
-"""Two names and a number."""
+"""Group and number of a tensor: the group's two names, and the tensor's place in it."""
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -93,7 +93,8 @@ def read_tensor_file(
     memory = spare.array(max(num_bytes, 1))
 
     def read(names: list[str]) -> None:
-        file.spread(entries[names[0]].start, (memory[places[name]] for name in names))
+        end = max(entries[name].stop for name in names)
+        file.spread(entries[names[0]].start, end, (memory[places[name]] for name in names))
 
     parts = _parts(entries)
     if len(parts) > 1:
@@ -109,7 +110,8 @@ def read_tensor_file(
 
 
 def _places(entries: Mapping[str, Entry], place: Callable[[str], Place]) -> tuple[dict[str, slice], int]:
-    """Where each tensor lies, in bytes, and how many these are. Not one long sort: the GIL is held for as long."""
+    """Where each tensor lies, in bytes, and how many these are. Sorted by group: a sort of all names would hold the GIL
+    for long."""
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in entries:
         pause()

@@ -9,6 +9,7 @@ import psutil
 
 from kt_runtime import spare
 from kt_runtime.errors import ConflictError
+from kt_runtime.mapped import commit
 
 # mallopt(3). Larger thresholds for mmap are refused: 32 MiB is glibc's HEAP_MAX_SIZE / 2 on 64-bit machines.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -20,7 +21,6 @@ _RESERVED_BYTES = 4 << 20
 _SMALL_BYTES = 448  # and 33 of the object: CPython's allocator has objects of up to 512
 _HALF_ARENA_BITS = 19  # of an address; CPython's ARENA_BITS is 20. Wherever an arena begins, a whole half lies in it
 _ARENA_BYTES = 1 << 20
-_MADV_POPULATE_WRITE = 23  # madvise(2): pages that can be written to, with the values that they have
 _LIBC = ctypes.CDLL(None)
 _reserved: list[bytes] = []
 
@@ -70,7 +70,7 @@ def reserve_for_small_objects(num_bytes: int = _RESERVED_BYTES) -> None:
     """
     small = [bytes(_SMALL_BYTES) for _ in range(num_bytes // _SMALL_BYTES)]
     page = id(small[-1]) & -mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_ARENA_BYTES), _MADV_POPULATE_WRITE)
+    commit(page, _ARENA_BYTES)
     _reserved.extend({id(each) >> _HALF_ARENA_BITS: each for each in small}.values())
 
 

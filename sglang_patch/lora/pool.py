@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kt_runtime.beside import piece
+from kt_runtime.errors import AdapterError
 from kt_runtime.mapped import commit, give_pages_back, mapped
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
@@ -113,6 +114,8 @@ def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_ra
         else:
             target_a.copy_(pair.a[experts])
             target_b.copy_(pair.b[experts])
+    if row != b.shape[-2]:
+        raise AdapterError(f"an adapter's linear has {row} outputs, the one of the server {b.shape[-2]}")
 
 
 def slot_bytes(pool: Any, adapter: InstalledAdapter) -> int:

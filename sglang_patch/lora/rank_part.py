@@ -1,6 +1,7 @@
 """A rank's part of an adapter: B of a dense linear layer is split as its outputs are, LoRA of experts by expert.
 
 A of a dense layer is whole on every rank, since every rank has all inputs; so is B of a layer that ranks do not split.
+All of it is copied: a view would keep the memory of the whole adapter.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ def part_of(adapter: InstalledAdapter, modules: Iterable[LoraModule], share: Sha
 
 
 def _part(module: LoraModule, part: LoraPart, share: Share) -> LoraPart:
-    if module.is_whole:
-        return part
-    if module.num_experts:
-        own = share.of(module.num_experts, "experts")
-        return part._replace(pair=part.pair and LoraPair(*(each[own.start : own.stop].clone() for each in part.pair)))
+    pair, num_rows = part.pair, part.num_rows
     rows = Pieces(share, module.pieces or (module.out_features,))
-    pair = part.pair and LoraPair(part.pair.a, rows.own(part.pair.b, 0).clone())
-    return LoraPart(len(share.of(rows.total, "columns")), pair)
+    if not module.is_whole and not module.num_experts:
+        num_rows = len(share.of(rows.total, "columns"))
+    if pair is None:
+        return LoraPart(num_rows, None)
+    if module.is_whole:
+        own = pair
+    elif module.num_experts:
+        experts = share.of(module.num_experts, "experts")
+        own = LoraPair(pair.a[experts.start : experts.stop], pair.b[experts.start : experts.stop])
+    else:
+        own = LoraPair(pair.a, rows.own(pair.b, 0))
+    return LoraPart(num_rows, LoraPair(own.a.clone(), own.b.clone()))

@@ -23,8 +23,8 @@ STREAM_REST_SECONDS, TRAINING_REST_SECONDS = 0.25, 2.0
 class Attended:
     """`quiet_gap_s`: the longest wait between two tokens before the attack, streams and training in progress.
 
-    `strict`: no wait above `LONGEST_GAP_SECONDS` by the clock. Else waits are the server's processor time, so many on
-    each processor: other programs do not count.
+    `strict`: no wait above `LONGEST_GAP_SECONDS` by the clock. Else the server's processor time between two tokens is
+    judged, at most `LONGEST_GAP_SECONDS` of each processor: other programs do not count.
     """
 
     room: Room

@@ -190,9 +190,23 @@ def test_a_file_is_spread_over_arrays_in_its_order(
     targets = [np.zeros(size, np.uint8) for size in sizes]
     with open_directory(tmp_path) as directory, directory.open("file", len(data)) as file:
         assert file.beginning(begin) == data[:begin]
-        file.spread(begin, iter(targets))
+        file.spread(begin, len(data), iter(targets))
         file.check_end()
     assert b"".join(map(bytes, targets)) == data[begin:]
+
+
+def test_no_more_is_read_than_the_last_block_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(os.urandom(3 * PIECE_BYTES))
+    asked, read_at_once = [], os.preadv
+
+    def preadv(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        asked.append((offset, offset + len(views[0])))
+        return read_at_once(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with open_directory(tmp_path) as directory, directory.open("file", 3 * PIECE_BYTES) as file:
+        file.spread(5, PIECE_BYTES + 1, [np.zeros(PIECE_BYTES - 4, np.uint8)])
+    assert asked == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES + BLOCK_BYTES)]
 
 
 @pytest.mark.parametrize("more", [1, -1, PIECE_BYTES])
@@ -205,7 +219,7 @@ def test_a_file_that_changes_its_length_while_it_is_spread_is_refused(
     how = "longer" if more > 0 else "shorter"
     with open_directory(tmp_path) as directory, directory.open("file", size) as file:
         with pytest.raises(AdapterError, match=f"became {how} while it was read"):
-            file.spread(8, [np.zeros(100, np.uint8), np.zeros(size - 108, np.uint8)])
+            file.spread(8, size, [np.zeros(100, np.uint8), np.zeros(size - 108, np.uint8)])
             file.check_end()
         os.truncate(tmp_path / "file", 3)
         with pytest.raises(AdapterError, match=rf"became shorter while it was read \(3 of {size} bytes\)"):

@@ -9,6 +9,7 @@ import torch
 from reference import lora
 
 from kt_runtime.adapters import LoraPair
+from kt_runtime.errors import AdapterError
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter, LoraPart, RankAndAlpha
 from kt_runtime.sglang_patch.lora.pool import (
     ExpertBuffersOnHost,
@@ -91,6 +92,14 @@ def test_a_part_without_a_pair_is_zero(name: str) -> None:
         assert part.pair is not None
         assert torch.equal(a[..., number * distance : number * distance + RANK, :], part.pair.a)
         assert torch.equal(b[..., number * OUT : (number + 1) * OUT, :RANK], part.pair.b)
+
+
+def test_an_adapter_of_another_number_of_outputs_is_refused() -> None:
+    """The rest of B would be that of the adapter before."""
+    target, adapter = pool(), installed(qkv_proj=3)
+    shorter = replace(adapter, weights={("qkv_proj", 0): adapter.weights["qkv_proj", 0][:2]})
+    with pytest.raises(AdapterError, match=f"{2 * OUT} outputs, the one of the server {3 * OUT}"):
+        fill_slot(target, 1, shorter)
 
 
 def test_the_memory_of_a_slot_is_that_of_the_adapter_s_rank_in_a_and_of_the_highest_in_b() -> None:

@@ -53,6 +53,16 @@ def test_b_is_split_by_outputs_part_by_part_and_experts_by_expert(config: dict[s
     assert halves[0].scaling == whole.scaling and halves[0].adapts_experts
 
 
+def test_a_rank_s_part_keeps_nothing_of_the_whole_adapter(config: dict[str, Any]) -> None:
+    """All tensors of a file may be views of one memory."""
+    modules = family_for(config).lora_modules(config)
+    adapter = lora.random_adapter(config, rank=2, alpha=4.0, seed=0)
+    part = part_of(build_adapter("id", adapter, modules, torch.float32), modules, Share(0, 2))
+    whole = {tensor.untyped_storage().data_ptr() for pair in adapter.modules.values() for tensor in pair}
+    pairs = [each.pair for parts in part.weights.values() for each in parts if each.pair is not None]
+    assert pairs and not whole & {tensor.untyped_storage().data_ptr() for pair in pairs for tensor in pair}
+
+
 @pytest.mark.parametrize(
     ("family", "linear", "parts"),
     [
