@@ -75,7 +75,7 @@ class Batches:
         self._ended = float("-inf")  # when the latest batch did
         self._began: float | None = None  # None: no batch is computed
         self._is_prompt, self._is_step = False, False  # the latest batch
-        self._puts_off = False  # the `give` of the latest batch
+        self._puts_off = False  # the sleep after the latest batch comes after the next one
         self._usual: float | None = None  # seconds of a step
         self._has_paused = False
         self._of_thread = threading.local()

@@ -2,7 +2,8 @@
 
 An untrusted directory is opened once: only its regular files are read, each of them once. The bytes that are checked
 are the bytes that are used: a file is opened without following links, its type and size come from the open descriptor,
-and it is read whole. Replacing the file afterwards has no effect.
+and it is read through that descriptor alone, whole or its header before its tensors. Replacing the file afterwards has
+no effect.
 """
 
 from __future__ import annotations

@@ -49,9 +49,16 @@ def parse_header(
     max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> dict[str, Entry]:
     """The tensors of a file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
+    return _header(lambda num_bytes: bytes(data[:num_bytes]), len(data), where, dtypes, max_header_bytes)
+
+
+def _header(
+    beginning: Callable[[int], bytes], size: int, where: str, dtypes: Collection[str], max_header_bytes: int
+) -> dict[str, Entry]:
+    """`beginning`: the first bytes, at most `size`."""
     try:
-        length = header_bytes(bytes(data[:8]), len(data), max_header_bytes)
-        return parse_checked(bytes(data[8 : 8 + length]), len(data), [name for name in dtypes if name in DTYPES])
+        length = header_bytes(beginning(min(8, size)), size, max_header_bytes)
+        return parse_checked(beginning(8 + length)[8:], size, [name for name in dtypes if name in DTYPES])
     except ValueError as error:
         raise AdapterError(f"{where}: {error}") from None
 
@@ -88,7 +95,7 @@ def read_tensor_file(
     `place`: of a tensor in memory, by its name. Those of equal names in it lie one behind the other by number, without
     a gap, if their dtypes are equal: together they are one tensor, and need not be copied to become one.
     """
-    entries = _header_of(file, max_header_bytes)
+    entries = _header(file.beginning, file.size, str(file.path), FLOAT_DTYPES, max_header_bytes)
     places, num_bytes = _places(entries, place)
     memory = spare.array(max(num_bytes, 1))
 
@@ -141,14 +148,6 @@ def _parts(entries: Mapping[str, Entry]) -> list[list[str]]:
             stop = entries[name].start + PART_BYTES
         parts[-1].append(name)
     return parts
-
-
-def _header_of(file: OpenFile, max_header_bytes: int) -> dict[str, Entry]:
-    try:
-        length = header_bytes(file.beginning(min(8, file.size)), file.size, max_header_bytes)
-        return parse_checked(file.beginning(8 + length)[8:], file.size, FLOAT_DTYPES)
-    except ValueError as error:
-        raise AdapterError(f"{file.path}: {error}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
