@@ -112,8 +112,8 @@ class Streams:
 
 class Naps:
     """A thread on each processor that sleeps `NAP_SECONDS` again and again, in the block. How late one wakes says for
-    how long its processor started no waiting thread: a virtual machine, or one processor of it, is sometimes stopped for 0.02 to
-    0.5 s, which its system does not count as stolen time."""
+    how long its processor started no waiting thread: a virtual machine, or one processor of it, is sometimes stopped
+    for 0.02 to 0.5 s, which its system does not count as stolen time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
