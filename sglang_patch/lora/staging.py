@@ -1,13 +1,15 @@
 """Brings an adapter that has no slot into one beside the engine's thread, while the request that needs it waits.
 
-Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, and what `slots.py` names. Reason: SGLang copies an adapter
+Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, `._get_new_batch_prefill_raw`, and what `slots.py` names;
+read: `Scheduler.waiting_queue`, `.forward_ct`. Reason: SGLang copies an adapter
 into a slot in the scheduler's thread, in the first batch that uses it; every stream waits for that copy, a second for
 an adapter of gigabytes. Its own overlapped loading needs an accelerator's streams. Here the request stays in the
 waiting queue while a thread copies. Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take much
 more in a slot: they take less time than a decode step.
 
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
-takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too.
+takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too, but
+not without end (`overtaking.py`).
 
 With several ranks every adapter is copied in its batch: threads end at other times on each rank, and what a batch may
 hold must not depend on that. Which adapters are in slots follows from the batches that rank 0 has formed, so it is
@@ -30,6 +32,7 @@ from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import slots
 from kt_runtime.sglang_patch.lora.adapter import InstalledAdapter
+from kt_runtime.sglang_patch.lora.overtaking import Overtaking
 from kt_runtime.sglang_patch.lora.pool import note_empty, slot_bytes, spare_bytes, written_bytes
 from kt_runtime.sglang_patch.ranks import group
 
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
+    "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
     "sglang.srt.lora.lora_manager.LoRAManager.validate_lora_batch",
 )
 INLINE_BYTES = 2 << 20
@@ -57,6 +61,7 @@ class Staging:
         self._came: dict[str, float] = {}
         self._present: set[str | None] = set()
         self.wakeup = Wakeup()
+        self.overtaking = Overtaking(self._could_hold, lambda each: each in self._fills or each in self._came)
         if budget_bytes is None and slots.is_in_host_memory(manager):
             slots.keep_memory(manager.memory_pool)
 
@@ -169,12 +174,20 @@ class Staging:
         used = slots.used_bytes(self._manager, taken)
         return used + slot_bytes(self._manager.memory_pool, adapter) <= self.budget_bytes
 
+    def _could_hold(self, adapters: set[str | None]) -> bool:
+        """Whether all of them fit in slots at once."""
+        if not self._manager.validate_lora_batch(adapters):
+            return False
+        is_within = self.budget_bytes is None or slots.used_bytes(self._manager, adapters) <= self.budget_bytes
+        return is_within or len(adapters - {None}) == 1
+
 
 _staging: Staging | None = None
 
 
 def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], can_schedule)
+    hooks.before(SYMBOLS[1], begin_pass)
 
 
 def start(manager: Any, budget_bytes: int | None) -> Staging:
@@ -189,10 +202,22 @@ def of(manager: Any) -> Staging | None:
     return _staging if _staging is not None and _staging._manager is manager else None
 
 
-def can_schedule(original: Callable[..., bool], scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:
+def begin_pass(scheduler: Any, *_: Any, running_batch: Any, **__: Any) -> None:
     staging = of(scheduler.tp_worker.model_runner.lora_manager)
     if staging is not None:
+        running = [request for request in running_batch.reqs if not request.finished()]
+        staging.overtaking.begin(scheduler.forward_ct, scheduler.waiting_queue, running)
+
+
+def can_schedule(original: Callable[..., bool], scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:
+    staging = of(scheduler.tp_worker.model_runner.lora_manager)
+    if staging is None:
+        return original(scheduler, req, running_loras)
+    answer: bool | None = False
+    if staging.overtaking.allows(req.lora_id):
         answer = staging.may_run(req.lora_id, running_loras)
-        if answer is not None:
-            return answer
-    return original(scheduler, req, running_loras)
+        if answer is None:
+            answer = original(scheduler, req, running_loras)
+    if not answer:
+        staging.overtaking.note_refused(scheduler.forward_ct, req)
+    return bool(answer)

@@ -157,6 +157,19 @@ def test_a_budget_moves_adapters_out_and_lets_requests_wait(
     wait_for(stage, "first")
 
 
+def test_what_fits_at_once_is_bounded_by_slots_and_by_memory(
+    manager: Any, stage: staging.Staging, installed: Callable[[str], None]
+) -> None:
+    for name in NAMES:
+        installed(name)
+    assert stage._could_hold({None, *NAMES[:3]}) and stage._could_hold({*NAMES[:4]})
+    assert not stage._could_hold({None, *NAMES[:4]})  # four slots
+    stage.budget_bytes = 2 * pool_module.slot_bytes(manager.memory_pool, manager.loras["first"])
+    assert stage._could_hold({None, *NAMES[:2]}) and not stage._could_hold({None, *NAMES[:3]})
+    stage.budget_bytes = 1
+    assert stage._could_hold({None, "first"}) and not stage._could_hold({"first", "second"})
+
+
 def test_with_a_budget_ranks_hold_the_same_adapters_whenever_their_threads_give_pages_back(
     manager: Any, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,69 @@
+"""A request whose adapter has no slot is not overtaken without end by requests whose adapters have one.
+
+SGLang (0.5.23) lets every waiting request run whose adapter runs already. While streams of some adapters never all
+pause, the slots of these adapters never become free, and a request for another one never runs. SGLang's own remedy,
+`LoRADrainer`, counts slots but not the memory that adapters take, and measures by the clock, which differs by rank.
+
+Here, once a request was refused for `PATIENCE_BATCHES` batches, only adapters that fit beside its own take new
+requests. The running requests of the others end, their slots become free, and the request runs. All of that follows
+from batches and queues, which are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+PATIENCE_BATCHES = 32
+"""Decode steps, mostly. Many answers end within as many, and slots become free by themselves."""
+
+
+class Overtaking:
+    """Of one scheduler. Requests are SGLang's `Req`.
+
+    `could_hold`: whether one batch could have all these adapters. `is_coming`: whether an adapter is being copied into
+    a slot already.
+    """
+
+    def __init__(self, could_hold: Callable[[set[str | None]], bool], is_coming: Callable[[str | None], bool]) -> None:
+        self._could_hold, self._is_coming = could_hold, is_coming
+        self._first: Any = None
+        self._beside: set[str | None] = set()
+        self._has_refused = False
+
+    def begin(self, batch: int, waiting: Iterable[Any], running: Sequence[Any]) -> None:
+        """Before a pass through the `waiting` requests. `batch`: how many batches were formed so far. `running`:
+        requests that have not ended."""
+        self._first = None
+        if not self._has_refused:
+            return
+        adapters = {request.lora_id for request in running}
+        refused = [request for request in waiting if getattr(request, "kt_refused_at", None) is not None]
+        self._has_refused = bool(refused)
+        for request in refused:
+            is_late = batch - request.kt_refused_at >= PATIENCE_BATCHES
+            if is_late and request.lora_id not in adapters and not self._is_coming(request.lora_id):
+                self._first, self._beside = request, self._adapters_beside(request.lora_id, running)
+                return
+
+    def allows(self, lora_id: str | None) -> bool:
+        """Whether a request for this adapter delays no request that has waited too long."""
+        return self._first is None or lora_id == self._first.lora_id or lora_id in self._beside
+
+    def note_refused(self, batch: int, request: Any) -> None:
+        self._has_refused = True
+        if getattr(request, "kt_refused_at", None) is None:
+            request.kt_refused_at = batch
+
+    def _adapters_beside(self, lora_id: str | None, running: Sequence[Any]) -> set[str | None]:
+        """Running adapters that fit beside `lora_id`. Those whose requests last longest come first: the others' end
+        sooner."""
+        lasting: dict[str | None, int] = {}
+        for request in running:
+            remaining = request.sampling_params.max_new_tokens - len(request.output_ids)
+            lasting[request.lora_id] = max(remaining, lasting.get(request.lora_id, 0))
+        kept: set[str | None] = set()
+        for each in sorted(lasting, key=lambda each: -lasting[each]):
+            if self._could_hold({lora_id, each, *kept}):
+                kept.add(each)
+        return kept
