@@ -34,7 +34,8 @@ class Request:
 @dataclass(frozen=True)
 class Plan:
     """`loads`: of the server's capacity; `seconds`: of arrivals at half load, at the other loads half as long.
-    `warm_up_seconds`: of arrivals at half load before the first window.
+    `warm_up_seconds`: of arrivals at half load before the first window. `alone_seconds`: of training without requests,
+    in each of `alone_rounds` rounds with targets and without.
 
     A training step has `sequences` of `tokens`. `tpot_target_ms`, `ttft_target_ms`: None: `TPOT_FACTOR` and
     `TTFT_FACTOR` times the 99th percentile at half load without training.
@@ -46,6 +47,7 @@ class Plan:
     seconds: float = 40.0
     warm_up_seconds: float = 10.0
     alone_seconds: float = 12.0
+    alone_rounds: int = 3
     burst: int = 24
     concurrency: int = 16
     sequences: int = 2
@@ -59,7 +61,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError and UnknownNameError."""
-        for name in ("burst", "concurrency", "sequences", "rank"):
+        for name in ("alone_rounds", "burst", "concurrency", "sequences", "rank"):
             check_number(name, getattr(self, name))
         check_number("tokens", self.tokens, 2, why="each token is to predict the next")
         check_number("seed", self.seed, 0)
@@ -94,6 +96,8 @@ class Plan:
             "layers",
             "seconds",
             "warm_up_seconds",
+            "alone_seconds",
+            "alone_rounds",
             "burst",
             "concurrency",
             "sequences",

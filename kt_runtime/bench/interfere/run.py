@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ class _Bench:
         windows = [first, *(self._window(load_, IDLE, capacity) for load_ in plan.all_loads if load_ != HALF)]
         targets = targets_of(windows[0], plan.tpot_target_ms, plan.ttft_target_ms)
         self._say(f"targets: {targets.tpot_ms:.1f} ms per output token, {targets.ttft_ms:.0f} ms to the first")
-        alone = self._alone("without targets")
-        self._settings({"tpot_target_ms": targets.tpot_ms, "ttft_target_ms": targets.ttft_ms})
-        with_targets = self._alone("with targets")
+        stated = {"tpot_target_ms": targets.tpot_ms, "ttft_target_ms": targets.ttft_ms}
+        alone, with_targets = self._alone({"without targets": NO_TARGETS, "with targets": stated})
+        self._settings(stated)
         windows += [self._window(load_, TRAINING, capacity) for load_ in plan.all_loads]
         kept = next(each for each in windows if each.load == HALF and each.mode == TRAINING)
         share = plain_share(kept, self._step_tokens, alone)
@@ -124,13 +125,24 @@ class _Bench:
         with training(self._api, plan, self._vocabulary):
             load.answers(self._api.url, requests[: plan.concurrency], TIMEOUT_S)
 
-    def _alone(self, how: str) -> float:
+    def _alone(self, settings: Mapping[str, dict[str, Any]]) -> list[float]:
+        """Training's tokens/s with each of the `settings`: the medians of rounds in turn, since the machine's own speed
+        changes from one minute to the next."""
+        rates: dict[str, list[float]] = {how: [] for how in settings}
+        for _ in range(self._plan.alone_rounds):
+            for how, changes in settings.items():
+                self._settings(changes)
+                rates[how].append(self._alone_rate())
+        for how, found in rates.items():
+            self._say(f"training alone, {how}: {', '.join(f'{rate:.0f}' for rate in found)} tokens/s")
+        return [statistics.median(found) for found in rates.values()]
+
+    def _alone_rate(self) -> float:
         with training(self._api, self._plan, self._vocabulary) as trainer:
             time.sleep(self._plan.alone_seconds)
             trainer.wait_for_steps(LEAST_STEPS)
             rate = tokens_per_s([end.at_s for end in trainer.ends], self._step_tokens)
         assert rate is not None
-        self._say(f"training alone, {how}: {rate:.0f} tokens/s")
         return rate
 
     def _window(self, load_: float, mode: str, capacity: float) -> Window:

@@ -19,6 +19,8 @@ SIZES = (
     "2",
     "--alone-seconds",
     "1",
+    "--alone-rounds",
+    "1",
     "--burst",
     "8",
     "--sequences",
