@@ -136,6 +136,15 @@ class PlayedEngine:
         self.found.seconds = self.now - self._began
         return self.found
 
+    def alone(self, seconds: float) -> Found:
+        """Training without a request, after its first step."""
+        self._submit()
+        self._alone()
+        while self.now - self._began < seconds:
+            self._turn()
+        self.found.seconds = self.now - self._began
+        return self.found
+
     def _clock(self) -> float:
         return self.now
 

@@ -9,6 +9,7 @@ import pytest
 from kt_runtime.resident.pacing.budget import (
     IDLE,
     IDLE_SECONDS,
+    IDLE_SHARE_OF_FIRST_TOKEN,
     MARGIN,
     MOST_LEFT_STEPS,
     MOST_STEPS,
@@ -141,12 +142,12 @@ def test_a_turn_is_no_longer_than_an_idle_one_where_the_first_token_has_a_target
 def test_an_idle_turn_is_short_beside_the_target_for_the_first_token() -> None:
     assert Turns().budget.turn(IDLE).seconds == IDLE_SECONDS
     assert not Turns().budget.turn(IDLE).cuts
-    stated = Turns(ttft_target_ms=100).budget.turn(IDLE)
-    assert stated.seconds == pytest.approx(SHARE_OF_FIRST_TOKEN * 0.1, rel=2e-15, abs=0)
+    stated = Turns(ttft_target_ms=80).budget.turn(IDLE)
+    assert stated.seconds == pytest.approx(IDLE_SHARE_OF_FIRST_TOKEN * 0.08, rel=2e-15, abs=0)
     assert stated.cuts and stated.at_least_one
     patient = Turns(ttft_target_ms=10_000).budget.turn(IDLE)
     assert patient.seconds == IDLE_SECONDS
-    assert patient.longest == SHARE_OF_FIRST_TOKEN * 10, "a slice is cut no smaller than necessary"
+    assert patient.longest == IDLE_SHARE_OF_FIRST_TOKEN * 10, "a slice is cut no smaller than necessary"
 
 
 def test_without_targets_turns_are_as_long_as_ever() -> None:

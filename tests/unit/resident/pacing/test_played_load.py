@@ -49,6 +49,21 @@ def test_training_gets_most_of_what_the_load_leaves_without_much_loss_to_cuts() 
     assert all(each.trained > 0.93 * each.slices for each in found)
 
 
+def test_training_alone_keeps_its_speed_where_half_the_target_for_the_first_token_has_room_for_a_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer's backward takes 0.29 s, and half of the target is 0.35 s."""
+    stated = Settings(train_share=0.9, tpot_target_ms=100.0, ttft_target_ms=700.0)
+
+    def kept() -> float:
+        with_targets, without = (PlayedEngine([], each).alone(60.0) for each in (stated, IDLE))
+        return (with_targets.trained / with_targets.seconds) / (without.trained / without.seconds)
+
+    assert kept() > 0.98
+    monkeypatch.setattr(budget, "IDLE_SHARE_OF_FIRST_TOKEN", 0.35)
+    assert kept() < 0.95
+
+
 def test_training_goes_on_beside_a_higher_load() -> None:
     assert all(played(0.75, seed).trained > 0.1 * SECONDS for seed in SEEDS)
 
