@@ -40,11 +40,16 @@ class Overtaking:
         adapters = {request.lora_id for request in running}
         refused = [request for request in waiting if getattr(request, "kt_refused_at", None) is not None]
         self._has_refused = bool(refused)
-        for request in refused:
-            is_late = batch - request.kt_refused_at >= PATIENCE_BATCHES
-            if is_late and request.lora_id not in adapters and not self._is_coming(request.lora_id):
-                self._first, self._beside = request, self._adapters_beside(request.lora_id, running)
-                return
+        late = [
+            request
+            for request in refused
+            if batch - request.kt_refused_at >= PATIENCE_BATCHES
+            and request.lora_id not in adapters
+            and not self._is_coming(request.lora_id)
+        ]
+        if late:
+            self._first = min(late, key=lambda request: request.kt_refused_at)
+            self._beside = self._adapters_beside(self._first.lora_id, running)
 
     def allows(self, lora_id: str | None) -> bool:
         """Whether a request for this adapter delays no request that has waited too long."""

@@ -67,6 +67,15 @@ def test_the_first_of_several_refused_requests_comes_first() -> None:
     assert rule.allows("one") and not rule.allows("other")
 
 
+def test_the_request_that_was_refused_first_comes_first_in_whatever_order_the_queue_is() -> None:
+    rule = Overtaking(two_at_once, lambda _: False)
+    one, other = request("one"), request("other")
+    refused_at(rule, 5, one)
+    refused_at(rule, 4, other)
+    rule.begin(5 + PATIENCE_BATCHES, [one, other], [request("a"), request("b")])
+    assert rule.allows("other") and not rule.allows("one")
+
+
 def test_a_request_whose_adapter_is_being_copied_into_a_slot_holds_nobody_up() -> None:
     rule = Overtaking(two_at_once, {"new"}.__contains__)
     new = request("new")
