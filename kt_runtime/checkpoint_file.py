@@ -197,6 +197,9 @@ def _entry(name: str, stored: _Stored, first: int, file_bytes: int, dtypes: Coll
     needed = math.prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != needed:
         raise ValueError(f"{name[:80]!r} has {end - begin} bytes; shape {list(shape)} of {dtype} needs {needed}")
+    # Without elements, too: libraries compute a tensor's strides from its other sizes.
+    if math.prod(max(1, size) for size in shape) * DTYPE_BYTES[dtype] >= 1 << 63:
+        raise ValueError(f"{name[:80]!r} has shape {list(shape)}, larger than any memory")
     return Entry(sys.intern(dtype), shape, first + begin, first + end)
 
 

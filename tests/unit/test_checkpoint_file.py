@@ -86,6 +86,10 @@ REFUSED = {
     "a shape below 0": (file_of({"a": entry(0, 4, (-1,))}, bytes(4)), r"'a' is .*>= 0.*\$.shape\[0\]"),
     "a shape of truth": (file_of({"a": entry(0, 4, (True,))}, bytes(4)), r"'a' is .*got `bool`.*\$.shape\[0\]"),
     "nine dimensions": (file_of({"a": entry(0, 4, (1,) * 9)}, bytes(4)), r"'a' is .*length <= 8.*\$.shape"),
+    "no element of a huge shape": (
+        file_of({"a": entry(0, 0, (2**61, 4, 0))}),
+        r"'a' has shape \[2305843009213693952, 4, 0\], larger than any memory",
+    ),
     "another size": (file_of({"a": entry(0, 4, (2,))}, bytes(4)), r"'a' has 4 bytes; shape \[2\] of F32 needs 8"),
     "a size over 2^64": (file_of({"a": entry(0, 4, (2**62, 2**62))}, bytes(4)), "'a' has 4 bytes"),
     "three offsets": (file_of({"a": entry(0, 4) | {"data_offsets": [0, 4, 8]}}), r"'a' is .*\$.data_offsets"),
