@@ -6,6 +6,7 @@ near to float64 that device computes experts.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,10 @@ def built(
             prefix, exact = "blk.0", test_gguf_layers.write(directory, experts, test_gguf_layers.KINDS[kind])
         store = ExpertStore.load(directory, {0: prefix}, shape, num_threads=2, num_nodes=2)
     return store.layers[0], exact
+
+
+built_once = functools.cache(built)
+"""For tests that only read the layer: each schedule of the emulated device has the same one."""
 
 
 def _moved(where: torch.device, problem: Problem) -> dict[str, Any]:
@@ -253,7 +258,7 @@ def test_what_is_published_is_dequantized_to_the_store_s_bits(device: torch.devi
 def check_dequantized(device: torch.device, kind: str, hidden: int, inner: int) -> None:
     """Of slots in any order, some of a matrix's blocks at once. In float32 within roundings of the exact weights, which
     are `kind`'s: a name of `reference.quantized`, or of GGUF."""
-    layer, exact = built(kind, 3, hidden, inner)
+    layer, exact = built_once(kind, 3, hidden, inner)
     bits = torch.empty(3, 2 * inner, hidden).bfloat16(), torch.empty(3, hidden, inner).bfloat16()
     layer.unpack_range(0, 3, *bits)
     values = torch.cat([exact.gate, exact.up], dim=1), exact.down

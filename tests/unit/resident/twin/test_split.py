@@ -1,5 +1,5 @@
 """Sessions over real ranks, each with its part of model and adapter, have the bits of one process: losses, gradients,
-norms, ten steps, published tensors, checkpoints."""
+norms, many steps, published tensors, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kt_runtime.resident.twin import split
 from kt_runtime.wire import Samples
 from kt_runtime.wire.messages import CrossEntropy, PolicyLoss, PreferenceLoss
 
-MANY_STEPS = choose(few=2, usual=10, every=10)
+MANY_STEPS = choose(few=2, usual=4, every=10)
 STEPS = choose(few=2, usual=2, every=10)
 """Two: one whose norm is clipped, and the first batch again with a trained adapter. One way to train takes more."""
 Results = dict[str, Any]
@@ -187,33 +187,39 @@ ONCE = [(family, DTYPES[place % 2]) for place, family in enumerate(FAMILIES)]
 def test_steps_of_other_families(make_session_lab: Any, make_batch: Any, family: str, dtype: torch.dtype) -> None:
     """Dense layers, shared experts, biases, sinks, windows, chunks, norms of all heads at once; latent attention, in
     absorbed order and, with dropout, expanded; with an indexer; Gated DeltaNet, a gated shared expert."""
-    work = steps_of(make_batch, {"dropout": 0.1 * (dtype == torch.bfloat16)}, STEPS)
+    batch, settings = make_batch(20, 11, 25, 1), {"dropout": 0.1 * (dtype == torch.bfloat16)}
+    work = steps_of_calls([[(batch, 32), (batch, 1000)], [(batch, 1000)]], settings)
     assert_trained(*on_one_and_on(2, make_session_lab, work, dtype, family=family))
 
 
 def steps_of(make_batch: Any, settings: Results, num_steps: int) -> Work:
-    """What a session computes in so many steps."""
+    """What a session computes in so many steps of two calls: a batch in parts, and the first one whole."""
     batches = [make_batch(20, 11, 25, 1, seed=step % 3) for step in range(num_steps)]
+    return steps_of_calls([[(batch, 32), (batches[0], 1000)] for batch in batches], settings)
+
+
+def steps_of_calls(steps: list[list[tuple[Any, int]]], settings: Results) -> Work:
+    """`steps`: of each its calls, a batch and how many tokens are computed at once."""
 
     def work(lab: Any) -> Results:
         session = lab.session(**{"fill": False, **settings})
         fill(session)
         found: Results = {}
-        for step, batch in enumerate(batches):
-            results = [lab.forward_backward(session, batch, 32), lab.forward_backward(session, batches[0], 1000)]
+        for step, calls in enumerate(steps):
+            results = [lab.forward_backward(session, *call) for call in calls]
             found[f"losses {step}"] = [each.loss for each in results]
             found[f"logprobs {step}"] = results[0].logprobs
             if step < 2:
                 found[f"gradients {step}"] = whole_gradients(session)
             clips = {"max_grad_norm": 0.5} if step % 2 else {}
             found[f"norm {step}"] = lab.step(session, 1e-2, weight_decay=0.01, **clips)
-        return found | state_of(session) | {"forward": lab.forward(session, batches[0]).loss}
+        return found | state_of(session) | {"forward": lab.forward(session, steps[0][0][0]).loss}
 
     return work
 
 
 def assert_trained(expected: Results, ranks: list[Results]) -> None:
-    assert expected["losses 1"][1] != expected["losses 0"][1]  # of the same batch
+    assert expected["losses 1"][-1] != expected["losses 0"][-1]  # of the same batch
     for found in ranks:
         assert_same(expected, found)
 
