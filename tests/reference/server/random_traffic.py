@@ -77,7 +77,7 @@ class Traffic:
         torch.manual_seed(seed)  # of the sampler
 
     def run(self, num_batches: int) -> None:
-        """Until the step has computed so many batches, and then until every request has ended."""
+        """Until the step has computed so many batches, some of each kind, and then until every request has ended."""
         runner, sample, run = self._runner, self._runner.sample, native_step.Program.run
         engine, chunk = self._engine, self._engine.scheduler.chunked_prefill_size
 
@@ -94,7 +94,7 @@ class Traffic:
         native_step.Program.run = counted  # type: ignore[method-assign,assignment]
         runner.sample = recorded
         try:
-            while sum(self.modes.values()) < num_batches:
+            while sum(self.modes.values()) < (num_batches if self._has_all_kinds() else 3 * num_batches):
                 if len(self._prompts) - len(engine.ended) < MOST_REQUESTS and self._draw.random() < 0.5:
                     self._send(wants_logprobs=len(self._prompts) // 8 % 2 == 1)
                 engine.scheduler.chunked_prefill_size = int(self._draw.choice(CHUNKS))
@@ -104,6 +104,9 @@ class Traffic:
             native_step.Program.run = run  # type: ignore[method-assign]
             del runner.sample
             engine.scheduler.chunked_prefill_size = chunk
+
+    def _has_all_kinds(self) -> bool:
+        return len(self.modes) == 3 and self.most_models > 2 and self.chunks > 0 and self.cached_tokens > 0
 
     def rows(self) -> dict[str, Row]:
         return {rid: Row(to, [*prompt, *self._engine.tokens[rid]]) for rid, (to, prompt, _) in self._prompts.items()}

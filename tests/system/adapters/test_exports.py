@@ -60,8 +60,10 @@ def read(loaded: Loaded, path: Path) -> AdapterTensors:
 def test_the_merged_checkpoint_answers_as_the_served_adapter_does(loaded: Loaded, tmp_path: Path) -> None:
     loaded.export(tmp_path / "merged", "--format", "merged", "--dtype", "float32")
     model = greedy.load_hugging_face(tmp_path / "merged")
-    expected = [greedy.hugging_face(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     answers = loaded.answers(NAME)
+    expected = [
+        greedy.expected_of(model, prompt, answer["output_ids"]) for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
     largest = max(greedy.check(answer, case, TOLERANCE) for answer, case in zip(answers, expected, strict=True))
     print(f"{loaded.server.preset}: largest difference of a logprob {largest:.1e}")
     base = greedy.load_hugging_face(loaded.server.model_directory)

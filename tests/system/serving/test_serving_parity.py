@@ -24,7 +24,10 @@ def expected(float32_server: Any) -> list[Expected]:
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
     prompts += [prompts[4][:100] + prompts[3], prompts[4] + prompts[2]]
-    return [greedy.hugging_face(model, prompt, NEW_TOKENS) for prompt in prompts]
+    answers = [answer["output_ids"] for answer in generate(float32_server, prompts)]
+    expected = [greedy.expected_of(model, *case) for case in zip(prompts, answers, strict=True)]
+    assert [case.tokens for case in expected] == [p + a for p, a in zip(prompts, answers, strict=True)]
+    return expected
 
 
 def generate(served: Any, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
