@@ -113,8 +113,8 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Frozen before it is enabled, which would collect at once, and without a collection: each takes more than a second,
-    and finds nearly nothing. What is garbage now stays."""
+    """No collection now, which takes more than a second. To enable the collector with so many objects would start one.
+    What is garbage by now stays."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # besides the full collection before each file
     gc.enable()

@@ -104,7 +104,7 @@ def cli() -> None:
     """Serve one mixture-of-experts model through SGLang, and LoRA-train it in place."""
 
 
-# Python collects garbage when it ends. Of torch and transformers that takes more than a second, and frees what ends anyway.
+# Python collects garbage when it ends. With torch and transformers imported that takes more than a second.
 atexit.register(gc.freeze)
 
 
