@@ -113,9 +113,11 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
+    """No collection now, which takes more than a second. To enable the collector with so many objects would start one.
+    What is garbage by now stays."""
+    gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # besides the full collection before each file
     gc.enable()
-    _collect_and_freeze()
 
 
 @pytest.hookimpl(wrapper=True)

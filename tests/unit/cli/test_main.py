@@ -36,6 +36,30 @@ def test_help_loads_nothing_that_takes_seconds() -> None:
     assert not loaded & {"torch", "transformers", "sglang", "datasets", "pyarrow", "numpy", "pandas"}
 
 
+GARBAGE = """
+import gc
+from kt_runtime.cli.main import main
+
+class Cycle:
+    def __del__(self):
+        print("collected", flush=True)
+
+gc.disable()
+for _ in range(2):
+    made = Cycle()
+    made.itself = made
+    del made
+gc.enable()
+main(["--version"])
+"""
+
+
+def test_garbage_is_not_collected_when_a_command_has_ended() -> None:
+    """Of the libraries that most commands import that takes more than a second."""
+    done = subprocess.run([sys.executable, "-P", "-c", GARBAGE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.count("version"), done.stdout.count("collected")) == (0, 1, 0), done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "show", "Kimi-K2"]])
 def test_light_commands_import_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
