@@ -31,7 +31,7 @@ WARM_UP = 100  # the prefix cache is full then; caches of the allocator and of P
 AT_ONCE = 16
 TOKENS = 12
 # Since the warm-up. In 1,000 requests anonymous memory of all processes together grew by 0.25 MB, and malloc's by
-# 0.26 MB; in 100,000 by 0.72 and 0.71. For each of LEAKED requests LEAK_BYTES stay.
+# 0.26 MB; in 100,000 by 0.60 and 0.40. For each of LEAKED requests LEAK_BYTES stay.
 GROWTH_BYTES, ALLOCATED_BYTES = 2 << 20, 2 << 20
 LEAKED = 80
 SETTLING_SECONDS = 60.0
