@@ -51,7 +51,7 @@ WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
 HURRY_SECONDS = 0.5
 """A thread that hurries takes no longer, or waits for something else than a processor."""
 LATELY_SECONDS = 1.0
-"""Requests are served, if a batch ended so recently."""
+"""Requests are served, if a batch ended so recently; threads work, if one began a piece so recently."""
 DOZE_SECONDS = 0.001
 """It sleeps for so long at once, and looks whether the thread that hurries has ended."""
 
@@ -78,6 +78,7 @@ class Batches:
         self._puts_off = False  # the sleep after the latest batch comes after the next one
         self._usual: float | None = None  # seconds of a step
         self._has_paused = False
+        self._worked = float("-inf")  # when a thread that gives way last began a piece
         self._of_thread = threading.local()
         self._hurrying: dict[int, float] = {}  # since when, by thread
 
@@ -103,6 +104,10 @@ class Batches:
     def are_computed(self) -> bool:
         """Whether requests are served: a batch is computed, or was less than `LATELY_SECONDS` ago."""
         return self._began is not None or self._clock() - self._ended < LATELY_SECONDS
+
+    def has_work_beside(self) -> bool:
+        """Whether threads that give way, or hurry, work or have just worked."""
+        return bool(self._hurrying) or self._clock() - self._worked < LATELY_SECONDS
 
     def give(self) -> None:
         """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, for the time
@@ -161,6 +166,7 @@ class Batches:
                 break
             self._has_paused = True
             self._wait(number, seconds)
+        self._worked = self._clock()
 
     def _wait(self, number: int, seconds: float) -> None:
         """Until the batch has ended, at most so long."""

@@ -10,7 +10,9 @@ processor from one with longer slices at once. Earlier systems ignore that.
 
 And each of them has a processor of its own. The pool's workers are pinned (csrc/threads/pool.h); a calling thread that
 is not may come to share a worker's processor, where each waits for the other half of the time, while the thread that
-gives way has the calling thread's processor whole, whatever its niceness. So a batch is computed `on_processor`.
+gives way has the calling thread's processor whole, whatever its niceness. So while such threads work, a batch is
+computed `on_processor`. At other times the system chooses: where other programs keep that processor busy, the thread
+would wait for it beside a free one (three servers on two processors: 12 % of their time).
 """
 
 from __future__ import annotations

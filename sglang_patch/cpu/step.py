@@ -173,7 +173,7 @@ class Program:
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
         lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
-        with on_processor(self._processor):
+        with on_processor(self._processor if BATCHES.has_work_beside() else None):
             hidden, refused = self._step.run(
                 input_ids.long(), positions.long(), slots, sequences, lora, routes.rows(), states
             )

@@ -353,3 +353,22 @@ def test_requests_are_served_during_a_batch_and_shortly_after_it() -> None:
     assert batches.are_computed()
     batches.now += 0.2 * LATELY_SECONDS
     assert not batches.are_computed()
+
+
+def test_there_is_work_beside_while_threads_that_give_way_begin_pieces_and_shortly_after() -> None:
+    batches = Played()
+    assert not batches.has_work_beside()
+    batches.work()
+    assert batches.has_work_beside()
+    batches.now += LATELY_SECONDS
+    assert not batches.has_work_beside()
+    batches.hurry()
+    assert batches.has_work_beside()
+    batches.ended()
+    assert not batches.has_work_beside()
+
+
+def test_a_thread_that_does_not_give_way_is_no_work_beside() -> None:
+    batches = Batches()
+    batches.pause()
+    assert not batches.has_work_beside()
