@@ -10,9 +10,10 @@ processor from one with longer slices at once. Earlier systems ignore that.
 
 And each of them has a processor of its own. The pool's workers are pinned (csrc/threads/pool.h); a calling thread that
 is not may come to share a worker's processor, where each waits for the other half of the time, while the thread that
-gives way has the calling thread's processor whole, whatever its niceness. So while such threads work, a batch is
-computed `on_processor`. At other times the system chooses: where other programs keep that processor busy, the thread
-would wait for it beside a free one (three servers on two processors: 12 % of their time).
+gives way has the calling thread's processor whole, whatever its niceness. So a batch is computed `on_processor`. Also
+where nothing gives way: a step of one stream takes 14 ms then, and 16 otherwise. But where other programs keep that
+processor busy, the thread waits for it beside a free one: three servers on two processors took 151 s for what took 131
+without. So a thread that often waits has its `OwnProcessor` no more, for some time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SHORT_SLICE_NS = 100_000
 """The shortest that Linux accepts."""
 NICENESS = 10
 """What threads that give way add to the process's: a tenth of a busy processor's time."""
+
+MOST_WAITED = 0.25
+"""Of a batch's time, that its thread waits for its own processor at most, on average of about `AVERAGED` batches."""
+AVERAGED = 16
+FREE_BATCHES = 256
+"""On any processor, after the thread has waited for its own."""
 
 _TASKS = Path("/proc/self/task")
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
@@ -83,6 +91,57 @@ def on_processor(processor: int | None) -> Iterator[None]:
         if before is not None:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, before)
+
+
+class OwnProcessor:
+    """Where a thread computes its batches: on `processor`, unless other programs keep it busy. None: on any.
+
+    One thread calls `batch`. `clock`: seconds. `waited`: seconds that the calling thread has waited for a processor,
+    since it began; None where the system does not say, and then `processor` is kept.
+    """
+
+    def __init__(
+        self,
+        processor: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], float | None] | None = None,
+    ) -> None:
+        self._processor, self._clock = processor, clock
+        self._waited = waited or RunQueue().seconds
+        self._share, self._free = 0.0, 0
+
+    @contextlib.contextmanager
+    def batch(self, *, has_work_beside: bool) -> Iterator[None]:
+        """`has_work_beside`: threads of this process work that give way, so this one stays on its processor."""
+        if self._free and not has_work_beside:
+            self._free -= 1
+            yield
+            return
+        began, before = self._clock(), self._waited()
+        with on_processor(self._processor):
+            yield
+        after = self._waited()
+        if before is None or after is None or self._processor is None:
+            return
+        share = (after - before) / max(self._clock() - began, 1e-9)
+        self._share += (min(share, 1.0) - self._share) / AVERAGED
+        if self._share > MOST_WAITED:
+            self._share, self._free = MOST_WAITED / 2, FREE_BATCHES
+
+
+class RunQueue:
+    """How long a thread was ready to run and had no processor: the second number of its schedstat (proc(5))."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def seconds(self) -> float | None:
+        try:
+            if not hasattr(self._of_thread, "file"):
+                self._of_thread.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115 - kept
+            return int(os.pread(self._of_thread.file.fileno(), 100, 0).split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return None
 
 
 def threads_by_name() -> dict[int, str]:

@@ -181,8 +181,11 @@ def settings_before_imports(with_gpu: bool) -> dict[str, str]:
 
     Without a GPU nothing is compiled by TorchInductor. It would run g++ for 5 to 20 s at the first request, again for
     each new kind of batch, and fail where there is no compiler.
+
+    A connection stays open for a minute between two requests. Clients close theirs after 5 s (httpx, and so OpenAI's),
+    which is SGLang's default, too: where the server is first, it resets a connection on which a request is coming.
     """
-    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000"}
+    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000", "SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
     return waiting if with_gpu else {**waiting, "TORCHDYNAMO_DISABLE": "1"}
 
 

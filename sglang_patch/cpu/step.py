@@ -36,7 +36,7 @@ from kt_runtime.experts.step import NO_LORA, Step, StepShare
 from kt_runtime.families import family_for
 from kt_runtime.families.stack import DecoderStack, GatedDelta
 from kt_runtime.ops.step import build_step
-from kt_runtime.priority import on_processor
+from kt_runtime.priority import OwnProcessor
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
@@ -145,7 +145,7 @@ class Program:
         self.no_adapters = lora_step.why_not(runner.lora_manager)
         self._step, self._tensors = step, tensors
         self._built_over, self._lora_built_over = self._addresses(), self._lora_addresses()
-        self._processor = pool_processor()
+        self._processor = OwnProcessor(pool_processor())
 
     def has_moved(self, adapted: bool) -> bool:
         """Whether the engine has given a parameter or the KV pool other memory since the step was built.
@@ -173,7 +173,7 @@ class Program:
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
         lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
-        with on_processor(self._processor if BATCHES.has_work_beside() else None):
+        with self._processor.batch(has_work_beside=BATCHES.has_work_beside()):
             hidden, refused = self._step.run(
                 input_ids.long(), positions.long(), slots, sequences, lora, routes.rows(), states
             )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import pytest
@@ -136,3 +137,70 @@ def test_a_processor_that_the_system_refuses_changes_nothing() -> None:
     with priority.on_processor(1 << 14):
         assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
+
+
+class Played:
+    """A thread's clock, and what it has waited for a processor: in played time."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0.0, 0.0
+        self.own = priority.OwnProcessor(max(os.sched_getaffinity(0)), lambda: self.now, lambda: self.waited)
+
+    def is_on_its_own(self, share: float, *, has_work_beside: bool = False) -> bool:
+        """In a batch of 10 ms that waits for `share` of it, where it is on its own processor."""
+        everywhere = os.sched_getaffinity(0)
+        with self.own.batch(has_work_beside=has_work_beside):
+            is_own = os.sched_getaffinity(0) != everywhere
+            self.now += 0.01
+            self.waited += 0.01 * share if is_own else 0.0
+        assert os.sched_getaffinity(0) == everywhere
+        return is_own
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is no other processor"
+)
+def test_a_thread_that_often_waits_for_its_processor_has_any_for_some_batches() -> None:
+    def work() -> list[bool]:
+        played = Played()
+        assert all(played.is_on_its_own(0.9 * priority.MOST_WAITED) for _ in range(100))
+        return [played.is_on_its_own(0.6) for _ in range(2 * priority.FREE_BATCHES)]
+
+    found = in_thread(work)
+    first = found.index(False)
+    assert first <= priority.AVERAGED
+    assert not any(found[first : first + priority.FREE_BATCHES])
+    assert found[first + priority.FREE_BATCHES], "it tries again"
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is no other processor"
+)
+def test_beside_threads_that_give_way_a_thread_stays_on_its_processor() -> None:
+    def work() -> list[bool]:
+        played = Played()
+        while played.is_on_its_own(0.9):
+            pass
+        return [played.is_on_its_own(0.9, has_work_beside=True) for _ in range(20)] + [played.is_on_its_own(0.9)]
+
+    assert in_thread(work) == [True] * 20 + [False]
+
+
+def test_a_thread_that_has_to_wait_for_a_processor_knows_for_how_long() -> None:
+    """Two threads on one processor, one of which computes for 0.2 s."""
+    one = [sys.executable, "-c", "import time; t = time.process_time\nwhile t() < 0.2: pass"]
+    processor = max(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
+
+    def work() -> tuple[float | None, float | None]:
+        queue = priority.RunQueue()
+        with priority.on_processor(processor), subprocess.Popen(one) as process:
+            before = queue.seconds()
+            while process.poll() is None:
+                pass
+            return before, queue.seconds()
+
+    before, after = in_thread(work)
+    if before is None or after is None:
+        assert not Path("/proc/thread-self/schedstat").exists()
+    else:
+        assert after - before > 0.05
