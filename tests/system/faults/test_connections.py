@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import resource
 import socket
@@ -18,6 +19,8 @@ IDLE = 10_000
 POLLS = 2000
 SLOW = 8
 SECONDS = 60.0
+CLIENTS_KEEP_SECONDS = 5.0
+"""A connection without a request: httpx, and so OpenAI's client."""
 
 
 @pytest.fixture
@@ -118,6 +121,21 @@ def test_thousands_of_idle_connections_and_a_slow_reader_cost_nobody_an_answer(
         assert greedy(served) == expected
     until_in_flight(served, lambda number: number == 0)
     assert greedy(served) == expected
+
+
+def test_a_connection_stays_open_between_requests_for_longer_than_clients_keep_theirs(
+    float32_servers: Callable[[str], Served],
+) -> None:
+    """Where both end it at the same moment, the client's next request fails."""
+    where = urlsplit(float32_servers("tiny-qwen3-moe").api.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=SECONDS)
+    with contextlib.closing(connection):
+        for pause in (0.0, CLIENTS_KEEP_SECONDS + 1.0):
+            time.sleep(pause)
+            connection.request("GET", "/health")
+            connection.auto_open = 0  # from now on the same connection, or an error
+            with connection.getresponse() as answer:
+                assert answer.status == 200 and answer.read() == b""
 
 
 def test_two_thousand_long_polls_cost_nobody_an_answer_and_each_gets_its_own(
