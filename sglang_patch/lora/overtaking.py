@@ -19,7 +19,7 @@ PATIENCE_BATCHES = 32
 
 
 class Overtaking:
-    """Of one scheduler. Requests are SGLang's `Req`.
+    """Of one scheduler. Requests are SGLang's `Req`; read: `.lora_id`, `.output_ids` and `.sampling_params`.
 
     `could_hold`: whether one batch could have all these adapters. `is_coming`: whether an adapter is being copied into
     a slot already.
@@ -29,21 +29,16 @@ class Overtaking:
         self._could_hold, self._is_coming = could_hold, is_coming
         self._first: Any = None
         self._beside: set[str | None] = set()
-        self._has_refused = False
 
     def begin(self, batch: int, waiting: Iterable[Any], running: Sequence[Any]) -> None:
         """Before a pass through the `waiting` requests. `batch`: how many batches were formed so far. `running`:
         requests that have not ended."""
         self._first = None
-        if not self._has_refused:
-            return
         adapters = {request.lora_id for request in running}
-        refused = [request for request in waiting if getattr(request, "kt_refused_at", None) is not None]
-        self._has_refused = bool(refused)
         late = [
             request
-            for request in refused
-            if batch - request.kt_refused_at >= PATIENCE_BATCHES
+            for request in waiting
+            if batch - getattr(request, "kt_refused_at", batch) >= PATIENCE_BATCHES
             and request.lora_id not in adapters
             and not self._is_coming(request.lora_id)
         ]
@@ -56,8 +51,8 @@ class Overtaking:
         return self._first is None or lora_id == self._first.lora_id or lora_id in self._beside
 
     def note_refused(self, batch: int, request: Any) -> None:
-        self._has_refused = True
-        if getattr(request, "kt_refused_at", None) is None:
+        """The first time counts."""
+        if not hasattr(request, "kt_refused_at"):
             request.kt_refused_at = batch
 
     def _adapters_beside(self, lora_id: str | None, running: Sequence[Any]) -> set[str | None]:

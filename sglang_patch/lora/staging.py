@@ -1,11 +1,11 @@
 """Brings an adapter that has no slot into one beside the engine's thread, while the request that needs it waits.
 
 Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, `._get_new_batch_prefill_raw`, and what `slots.py` names;
-read: `Scheduler.waiting_queue`, `.forward_ct`. Reason: SGLang copies an adapter
-into a slot in the scheduler's thread, in the first batch that uses it; every stream waits for that copy, a second for
-an adapter of gigabytes. Its own overlapped loading needs an accelerator's streams. Here the request stays in the
-waiting queue while a thread copies. Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take much
-more in a slot: they take less time than a decode step.
+read: `Scheduler.waiting_queue`, `.forward_ct`. Reason: SGLang copies an adapter into a slot in the scheduler's thread,
+in the first batch that uses it; every stream waits for that copy, a second for an adapter of gigabytes. Its own
+overlapped loading needs an accelerator's streams. Here the request stays in the waiting queue while a thread copies.
+Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take much more in a slot: they take less time
+than a decode step.
 
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
 takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too, but
@@ -80,7 +80,7 @@ class Staging:
             return False
         if not isinstance(adapter, InstalledAdapter) or self._is_ready(lora_id):
             return None
-        if not self._fits(adapter, taken):
+        if not self._fits_memory({lora_id, *taken}):
             return False
         is_copied_in_batch = self._is_small(adapter) or not slots.is_in_host_memory(self._manager)
         if is_copied_in_batch or group.num_ranks() > 1:
@@ -167,19 +167,15 @@ class Staging:
         in_slot = slot_bytes(self._manager.memory_pool, adapter)
         return adapter.num_bytes <= INLINE_BYTES and in_slot <= slots.AT_ONCE_BYTES
 
-    def _fits(self, adapter: InstalledAdapter, taken: set[str | None]) -> bool:
-        """Beside the adapters that are `taken`; alone any adapter does."""
-        if self.budget_bytes is None or not taken - {None}:
+    def _fits_memory(self, adapters: set[str | None]) -> bool:
+        """Whether all of them are within the budget; a single one may exceed it."""
+        if self.budget_bytes is None or len(adapters - {None}) <= 1:
             return True
-        used = slots.used_bytes(self._manager, taken)
-        return used + slot_bytes(self._manager.memory_pool, adapter) <= self.budget_bytes
+        return slots.used_bytes(self._manager, adapters) <= self.budget_bytes
 
     def _could_hold(self, adapters: set[str | None]) -> bool:
-        """Whether all of them fit in slots at once."""
-        if not self._manager.validate_lora_batch(adapters):
-            return False
-        is_within = self.budget_bytes is None or slots.used_bytes(self._manager, adapters) <= self.budget_bytes
-        return is_within or len(adapters - {None}) == 1
+        """Whether slots could have all of them at once."""
+        return bool(self._manager.validate_lora_batch(adapters)) and self._fits_memory(adapters)
 
 
 _staging: Staging | None = None

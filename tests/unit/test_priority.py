@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -140,50 +140,45 @@ def test_a_processor_that_the_system_refuses_changes_nothing() -> None:
 
 
 class Played:
-    """A thread's clock, and what it has waited for a processor: in played time."""
+    """A thread's clock, and what it has waited for its processor, 3: in played time."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.waited = 0.0, 0.0
-        self.own = priority.OwnProcessor(max(os.sched_getaffinity(0)), lambda: self.now, lambda: self.waited)
+        self.processors: list[int | None] = []
+        self.own = priority.OwnProcessor(3, lambda: self.now, lambda: self.waited)
+        monkeypatch.setattr(priority, "on_processor", self._on_processor)
+
+    @contextlib.contextmanager
+    def _on_processor(self, processor: int | None) -> Iterator[None]:
+        self.processors.append(processor)
+        yield
 
     def is_on_its_own(self, share: float, *, has_work_beside: bool = False) -> bool:
         """In a batch of 10 ms that waits for `share` of it, where it is on its own processor."""
-        everywhere = os.sched_getaffinity(0)
+        self.processors.clear()
         with self.own.batch(has_work_beside=has_work_beside):
-            is_own = os.sched_getaffinity(0) != everywhere
             self.now += 0.01
-            self.waited += 0.01 * share if is_own else 0.0
-        assert os.sched_getaffinity(0) == everywhere
-        return is_own
+            self.waited += 0.01 * share if self.processors else 0.0
+        assert self.processors in ([], [3])
+        return bool(self.processors)
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is no other processor"
-)
-def test_a_thread_that_often_waits_for_its_processor_has_any_for_some_batches() -> None:
-    def work() -> list[bool]:
-        played = Played()
-        assert all(played.is_on_its_own(0.9 * priority.MOST_WAITED) for _ in range(100))
-        return [played.is_on_its_own(0.6) for _ in range(2 * priority.FREE_BATCHES)]
-
-    found = in_thread(work)
+def test_a_thread_that_often_waits_for_its_processor_has_any_for_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    assert all(played.is_on_its_own(0.9 * priority.MOST_WAITED) for _ in range(100))
+    found = [played.is_on_its_own(0.6) for _ in range(2 * priority.FREE_BATCHES)]
     first = found.index(False)
     assert first <= priority.AVERAGED
     assert not any(found[first : first + priority.FREE_BATCHES])
     assert found[first + priority.FREE_BATCHES], "it tries again"
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is no other processor"
-)
-def test_beside_threads_that_give_way_a_thread_stays_on_its_processor() -> None:
-    def work() -> list[bool]:
-        played = Played()
-        while played.is_on_its_own(0.9):
-            pass
-        return [played.is_on_its_own(0.9, has_work_beside=True) for _ in range(20)] + [played.is_on_its_own(0.9)]
-
-    assert in_thread(work) == [True] * 20 + [False]
+def test_beside_threads_that_give_way_a_thread_stays_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    while played.is_on_its_own(0.9):
+        pass
+    assert all(played.is_on_its_own(0.9, has_work_beside=True) for _ in range(20))
+    assert not played.is_on_its_own(0.9)
 
 
 def test_a_thread_that_has_to_wait_for_a_processor_knows_for_how_long() -> None:
