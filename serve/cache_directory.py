@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kt_runtime.cache import rank_parts
+from kt_runtime.cache.directory import is_part_of_rank, numbers_of_ranks, part_of_rank
 from kt_runtime.cache.filesystem import DiskFiles
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock
@@ -61,7 +61,7 @@ def check_directory(
     InvalidValueError for a directory that can't be used, that other users may write to, or that holds what another
     number of ranks has written.
     """
-    parts = [rank_parts.part(directory, rank, num_ranks) for rank in ranks]
+    parts = [part_of_rank(directory, rank, num_ranks) for rank in ranks]
     try:
         if directory.exists() and not directory.is_dir():
             raise InvalidValueError(f"--cache-dir {directory}: is no directory")
@@ -111,7 +111,7 @@ def _check_readable(directory: Path) -> None:
 
 def _check_ranks(directory: Path, num_ranks: int) -> None:
     """Refuses pages of another number of ranks: none of these ranks could use them, and they would take the room."""
-    others = sorted(rank_parts.numbers_of_ranks(directory) - {num_ranks}) if directory.exists() else []
+    others = sorted(numbers_of_ranks(directory) - {num_ranks}) if directory.exists() else []
     if others:
         held = " and of ".join(map(_ranks, others))
         raise InvalidValueError(
@@ -146,7 +146,7 @@ def _check_writers(directory: Path) -> None:
 def _check_content(directory: Path) -> None:
     """Refuses a directory that holds other files and no cache."""
     names = {name for name in os.listdir(directory) if not name.startswith(".")} - FILE_SYSTEMS_NAMES
-    parts = {name for name in names if rank_parts.is_part(name)}
+    parts = {name for name in names if is_part_of_rank(name)}
     foreign = sorted(names - OWN_NAMES - parts)
     if foreign and not parts and "segments" not in names:
         raise InvalidValueError(

@@ -5,6 +5,13 @@ DIRECTORY/index.log       see `index`
 DIRECTORY/segments/*.seg  see `format`
 DIRECTORY/quarantine/     a few damaged records, for inspection
 
+Several ranks have a part each, with a lock, an index and a quota of its own, and the pages of the rank's heads:
+
+DIRECTORY/rank-0-of-2/    lock, index.log, segments/, quarantine/
+DIRECTORY/rank-1-of-2/
+
+No rank can use what another number of ranks has written, so a directory holds the pages of one number only.
+
 Opening builds the catalog from the index or, if the index is damaged, from the records.
 """
 
@@ -13,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kt_runtime.cache.filesystem import FileSystem, OpenFile
+from kt_runtime.cache.filesystem import DiskFiles, FileSystem, OpenFile
 from kt_runtime.cache.format import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -36,6 +44,8 @@ from kt_runtime.files import empty_buffer
 
 _MOST_QUARANTINED_FILES = 16
 _NO_FILE = (errno.EISDIR, errno.ELOOP)  # a directory, a link
+
+_RANK_PART = re.compile(r"rank-(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
 
 logger = logging.getLogger(__name__)
 
@@ -353,3 +363,35 @@ def _record_in(file: OpenFile, geometry: Geometry, slot: int) -> tuple[int, byte
     if isinstance(header, Fault):
         return None
     return header.sequence, record_id(header.namespace, header.key)
+
+
+def part_of_rank(directory: Path, rank: int, num_ranks: int) -> Path:
+    """Where rank `rank` of `num_ranks` has its records."""
+    return directory if num_ranks == 1 else directory / f"rank-{rank}-of-{num_ranks}"
+
+
+def is_part_of_rank(name: str) -> bool:
+    return _RANK_PART.fullmatch(name) is not None
+
+
+def parts_of_ranks(directory: Path, files: FileSystem | None = None) -> list[Path]:
+    """The caches of ranks in `directory`, in the order of ranks; none where one rank has its records.
+
+    Raises OSError if `directory` can't be read.
+    """
+    files = files or DiskFiles()
+    found = sorted(
+        (int(match[2]), int(match[1])) for name in files.names(directory) if (match := _RANK_PART.fullmatch(name))
+    )
+    paths = [part_of_rank(directory, rank, num_ranks) for num_ranks, rank in found if num_ranks > 1]
+    return [path for path in paths if "segments" in files.names(path)]
+
+
+def numbers_of_ranks(directory: Path) -> set[int]:
+    """Of the ranks that have records in `directory`, or a process that writes there."""
+    found = {1} if _is_used(directory) else set()
+    return found | {int(path.name.rpartition("-")[2]) for path in parts_of_ranks(directory) if _is_used(path)}
+
+
+def _is_used(path: Path) -> bool:
+    return any((path / "segments").glob("*.seg")) or DiskFiles().lock_holder(path / "lock") is not None

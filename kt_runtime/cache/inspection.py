@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kt_runtime.cache.directory import parts_of_ranks
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
 from kt_runtime.cache.index import DROP, PUT, IndexLog
 from kt_runtime.cache.page_store import PageStore
-from kt_runtime.cache.rank_parts import parts
 from kt_runtime.errors import NotFoundError
 
 FOREIGN = "a file that is no segment of this format"
@@ -148,7 +148,7 @@ def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
 def _parts(path: Path, files: FileSystem) -> list[Path]:
     """None of what is no directory."""
     try:
-        return parts(path, files)
+        return parts_of_ranks(path, files)
     except (FileNotFoundError, NotADirectoryError):
         return []
 

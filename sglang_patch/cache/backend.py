@@ -7,7 +7,7 @@ pool, without a copy. Reason: SGLang's file backend has one flat directory, no c
 SGLang's keys are chained hashes of the tokens, seeded with the request's `extra_key`, which contains the hash of the
 adapter's content (`keys.py`). The tier's namespace covers everything else that a page depends on (`namespace.py`).
 
-Several ranks: each has a part of the directory with the pages of its heads (`kt_runtime.cache.rank_parts`). SGLang
+Several ranks: each has a part of the directory with the pages of its heads (`kt_runtime.cache.directory`). SGLang
 takes of each answer the smallest over the ranks, in the order of its operations: how many pages there are
 (`HiCacheController._sync_prefetch_hit_query`), and how many were read (`_reduce_prefetch_ack`). So a page counts where
 every rank has it whole, and what one rank's disk does changes no other rank's batches. `HiCacheStorageConfig` says that
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
+from kt_runtime.cache.directory import part_of_rank
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.page import Page
-from kt_runtime.cache.rank_parts import part
 from kt_runtime.errors import InvalidValueError, KtError
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.namespace import namespace
@@ -149,7 +149,7 @@ def _open_tier(pool: Any) -> DiskTier:
     directory = Path(settings.cache_directory)
     return DiskTier(
         DiskTierSettings(
-            directory=part(directory, group.rank(), group.num_ranks()),
+            directory=part_of_rank(directory, group.rank(), group.num_ranks()),
             root=directory,
             quota_bytes=settings.cache_disk_bytes,
             page_bytes=sum(sizes),

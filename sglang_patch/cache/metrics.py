@@ -25,9 +25,9 @@ from typing import Any
 
 import msgspec
 
+from kt_runtime.cache.directory import part_of_rank
 from kt_runtime.cache.disk_tier import DiskTier
 from kt_runtime.cache.health import Counters
-from kt_runtime.cache.rank_parts import part
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
@@ -176,7 +176,7 @@ def disk_status(disk: DiskTier, settings: ResidentSettings, page_tokens: int, pa
         bytes_written=counters["bytes_written"],
         corrupt=counters["corrupt"],
         counters=counters,
-        directory=str(part(Path(settings.cache_directory or ""), group.rank(), group.num_ranks())),
+        directory=str(part_of_rank(Path(settings.cache_directory or ""), group.rank(), group.num_ranks())),
         read_only=settings.cache_read_only,
         reading_stopped=_text(status["reading_stopped"]),
         writing_stopped=_text(status["writing_stopped"]),

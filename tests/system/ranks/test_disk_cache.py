@@ -35,7 +35,8 @@ from system.cache.test_faults import (
 from system.conftest import CachedAnswer, CachedServer, StartCachedServer
 from system.ranks.two_hosts import end_by, pair, ready
 
-from kt_runtime.cache import inspection, rank_parts
+from kt_runtime.cache import inspection
+from kt_runtime.cache.directory import parts_of_ranks
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.serve.cache_directory import check_directory
 from kt_runtime.serve.models.make_model import make_model
@@ -248,8 +249,8 @@ def test_two_hosts_have_their_ranks_pages_on_their_own_disks(
     for start in ("first", "second"):
         with pair(tmp_path, ends, start, *options, of_host_1=("--cache-dir", str(tmp_path / "1"))) as hosts:
             ready(hosts)
-            assert [path.name for path in rank_parts.parts(tmp_path / "0")] == ["rank-0-of-2"]
-            assert [path.name for path in rank_parts.parts(tmp_path / "1")] == ["rank-1-of-2"]
+            assert [path.name for path in parts_of_ranks(tmp_path / "0")] == ["rank-0-of-2"]
+            assert [path.name for path in parts_of_ranks(tmp_path / "1")] == ["rank-1-of-2"]
             served = CachedServer(hosts.api, PRESET, tmp_path, PAGE_TOKENS, 4096, 8192)
             answers.append(served.ask(prompt(40)))
             if start == "first":

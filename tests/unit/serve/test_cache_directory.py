@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from reference.cache.files import page_to_write
 
-from kt_runtime.cache import inspection, rank_parts
+from kt_runtime.cache import inspection
+from kt_runtime.cache.directory import part_of_rank
 from kt_runtime.cache.format import Namespace
 from kt_runtime.cache.page_store import PageStore
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
@@ -193,7 +194,7 @@ def test_each_rank_of_this_host_gets_a_part_that_no_other_server_writes_to(tmp_p
 def test_pages_of_another_number_of_ranks_are_refused_and_stay(tmp_path: Path, read_only: bool) -> None:
     for number, held in ((1, "one rank"), (2, "2 ranks")):
         directory = tmp_path / str(number)
-        page_of(rank_parts.part(directory, 0, number))
+        page_of(part_of_rank(directory, 0, number))
         before = sorted(directory.rglob("*"))
         for asked, has in ((1, "one rank"), (2, "2 ranks"), (4, "4 ranks")):
             if asked == number:
