@@ -21,19 +21,21 @@ from kt_runtime.bench.swap.plan import TARGETS, Plan, Size, rank_bytes, smallest
 from kt_runtime.bench.swap.streams import FIRST_TOKEN, Naps, Streams, now
 from kt_runtime.bench.train.plan import LEARNING_RATE
 from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.errors import RuntimeFault
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
 TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
-STREAM_TOKENS, MANY_STREAM_TOKENS = 1500, 300
+STREAM_TOKENS, MANY_STREAM_TOKENS = 2400, 300
+"""Of a stream: more than it gets in a round."""
 QUIET_SECONDS = 1.5
 """Before anything is published, and again at the end: at most as long as the control."""
 CONTROL_ROUNDS = 10
 LEAST_GAPS = 4
 """Of a stream, before anything is published."""
 SETTLE_SECONDS = 0.5
-"""Between two rounds: the first version's directory is written meanwhile."""
+"""Between two calls of a round."""
 
 
 def stolen_ms() -> float | None:
@@ -87,6 +89,10 @@ class _Measured:
     def settle(self) -> None:
         """Until every stream has got a token: no gap with what was done before is among those of the next call."""
         self._streams.wait_for_gaps_ms(now(), self._count)
+
+
+def _sum(known_ms: float | None, more_ms: float | None) -> float | None:
+    return known_ms if more_ms is None else (known_ms or 0.0) + more_ms
 
 
 class SwapBench:
@@ -156,8 +162,8 @@ class SwapBench:
         batch = Batch.from_sequences([[FIRST_TOKEN, FIRST_TOKEN + 1]], [[FIRST_TOKEN + 1, FIRST_TOKEN + 2]])
         with resident_client(self._api, TIMEOUT_S) as client:
             client.create_session(SESSION, LoraSettings(rank=rank, alpha=float(rank), targets=[targets]))
-            with self._streams(found, plan.streams, STREAM_TOKENS, whole=False) as measured:
-                for _ in range(plan.rounds + 1):  # the first one, in which the name is new, does not count
+            for _ in range(plan.rounds + 1):  # the first one, in which the name is new, does not count
+                with self._streams(found, plan.streams, STREAM_TOKENS, whole=False) as measured:
                     client.forward_backward(SESSION, batch)
                     client.optim_step(SESSION, LEARNING_RATE)
                     stepped = now()
@@ -166,7 +172,7 @@ class SwapBench:
                     measured(lambda: client.publish(SESSION, NAME, take_over=True), found.publish_ms)
                     measured(self._first_token)
                     found.first_token_ms.append(1e3 * (now() - stepped))
-                    time.sleep(SETTLE_SECONDS)
+                self._wait_until_stored()
             del found.publish_ms[0], found.first_token_ms[0]
             client.close_session(SESSION)
         self._unload()
@@ -177,8 +183,8 @@ class SwapBench:
         found = Swap("load", size.name, size.rank, size.targets, size.num_bytes, self._plan.streams)
         self._say(f"an adapter of {size.name}: rank {size.rank}, {size.targets}")
         path = write_adapter(self._directory / "load", size, self._config, 0)
-        with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
-            for _ in range(self._plan.rounds):
+        for _ in range(self._plan.rounds):
+            with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
                 began = now()
                 measured.begin_round()
                 measured(lambda: self._publish_file(path), found.publish_ms)
@@ -188,7 +194,9 @@ class SwapBench:
                 time.sleep(SETTLE_SECONDS)
                 measured(self._unload, found.unload_ms)
                 time.sleep(SETTLE_SECONDS)
+                measured(self._wait_until_stored)
                 lasted = now() - began
+            with self._streams(found, self._plan.streams, STREAM_TOKENS) as measured:
                 measured.begin_round(is_control=True)
                 measured(partial(self._first_token, None))
                 time.sleep(lasted)
@@ -196,19 +204,31 @@ class SwapBench:
         self._told(found)
         return found
 
+    def _wait_until_stored(self) -> None:
+        """Versions are written to disk after their publication: what is measured next is not beside it."""
+        ends = now() + TIMEOUT_S
+        while self._api.get("/kt/status")["not_stored"]:
+            if now() > ends:
+                raise RuntimeFault(f"an adapter was not stored in {TIMEOUT_S:.0f} s")
+            time.sleep(SETTLE_SECONDS)
+
     @contextmanager
     def _streams(
         self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
     ) -> Iterator[_Measured]:
         """Streams in the block, and what measures beside them. `whole`: gaps between a round's calls and after them
-        count, too. The streams are quiet before the block and after it."""
+        count, too. The streams are quiet before the block and after it.
+
+        They begin at about the same time, and so they end: each round has its own, which last longer than it. The
+        prompts of those that begin again would stop the others for two steps.
+        """
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams, Naps() as naps:
             found.quiet += self._quiet(streams, count)
             measured = _Measured(streams, count)
             yield measured
             ended = now()
-            found.stolen_ms = measured.stolen_in_rounds_ms(is_control=False)
-            found.control_stolen_ms = measured.stolen_in_rounds_ms(is_control=True)
+            found.stolen_ms = _sum(found.stolen_ms, measured.stolen_in_rounds_ms(is_control=False))
+            found.control_stolen_ms = _sum(found.control_stolen_ms, measured.stolen_in_rounds_ms(is_control=True))
             measured.settle()  # the gaps at the end are over, too
             spans = measured.whole_rounds(ended) if whole else [each.calls for each in measured.rounds]
             for each, times in zip(measured.rounds, spans, strict=True):
