@@ -97,7 +97,7 @@ def test_a_round_has_a_stall_in_each_of_its_phases() -> None:
     row = row_of(found)
     assert (row["publishing_stall_ms"], row["publishing_median_stall_ms"]) == (4, 2.5)
     assert (row["first_token_stall_ms"], row["first_token_median_stall_ms"]) == (28, 8)
-    assert row["unloading_stall_ms"] is row["unloading_median_stall_ms"] is None
+    assert row["unloading_stall_ms"] is row["unloading_median_stall_ms"] is row["storing_stall_ms"] is None
 
 
 def test_stolen_time_is_the_mean_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
