@@ -279,7 +279,8 @@ class SwapBench:
         if row["control_stall_ms"] is not None:
             stalls += f", control {row['control_stall_ms']:.0f}, median {row['control_median_stall_ms']:.0f}"
             of_phases = ((each, row[f"{each}_stall_ms"], row[f"{each}_median_stall_ms"]) for each in PHASES)
-            stalls += "".join(f", {name} {longest:.0f}, median {usual:.0f}" for name, longest, usual in of_phases)
+            known = [each for each in of_phases if each[1] is not None]  # a phase can be shorter than a step
+            stalls += "".join(f", {name} {longest:.0f}, median {usual:.0f}" for name, longest, usual in known)
         stolen = "" if row["stolen_ms"] is None else f", stolen {row['stolen_ms']:.0f}"
         stolen += f", stopped {row['stopped_ms']:.0f}, without stops {row['running_stall_ms']:.0f}"
         self._say(

@@ -35,7 +35,8 @@ def test_sessions_files_and_cycles_are_measured_and_no_stream_fails(
         assert row["stopped_ms"] > 0 and (row["control_stopped_ms"] is not None) == (row["what"] == "load")
         assert (row["control_median_stall_ms"] is not None) == (row["what"] == "load")
         phases = [row[f"{name}_stall_ms"] for name in ("publishing", "first_token", "unloading", "storing")]
-        assert max(phases) <= row["stall_ms"] if row["what"] == "load" else phases == [None] * 4
+        known = [each for each in phases if each is not None]  # a phase can be shorter than a step
+        assert max(known) <= row["stall_ms"] if row["what"] == "load" else phases == [None] * 4
     assert list(result["publish_ms"]) == ["40KB", "1MB"]
     assert result["longest_stall_ms"] in [row["stall_ms"] for row in rows] and result["rss_growth_bytes"] is not None
     assert recorded(result).kind == "swap"
