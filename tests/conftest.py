@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
+import logging
 import os
 import signal
 from collections import defaultdict
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.logging import catching_logs
 from httpx._transports import default as httpx_transports
 from hypothesis import HealthCheck, settings
 from reference.cases import choose, covering, of_few_values, position_on_axes
@@ -37,6 +40,9 @@ for _name, _value in settings_before_imports(has_gpu()).items():
 # The authorities' certificates are read once: that takes 24 ms, also for a client of http://.
 httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
+# Transformers and TRL each ask which package every module is of: that takes 0.7 s.
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
+
 # Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by
 # one example that takes 200 ms on a busy machine, nor by the time that drawing them takes.
 settings.register_profile(
@@ -47,6 +53,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("cases")
+
+
+def _handle_root_logger(catching: catching_logs[logging.Handler]) -> logging.Handler:
+    """In place of `catching_logs.__enter__`, which adds the handler also to loggers that do not propagate. It looks for
+    them among all loggers, six times a test. Here are 1,500, and those found are PyTorch's and Hugging Face's."""
+    root = logging.getLogger()
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    return catching.handler
+
+
+catching_logs.__enter__ = _handle_root_logger  # type: ignore[method-assign, assignment]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; tests send it to their process
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # of pytest-xdist
+        gc.disable()  # as in `pytest_collection`
         import torch  # after SGLang's environment is set
 
         torch.set_num_threads(1)
