@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import os
 import signal
 from collections import defaultdict
@@ -36,6 +37,9 @@ for _name, _value in settings_before_imports(has_gpu()).items():
 
 # The authorities' certificates are read once: that takes 24 ms, also for a client of http://.
 httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
+# Transformers and TRL each ask which package every module is of: that takes 0.7 s.
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 # Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by
 # one example that takes 200 ms on a busy machine, nor by the time that drawing them takes.
@@ -68,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; tests send it to their process
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # of pytest-xdist
+        gc.disable()  # as in `pytest_collection`
         import torch  # after SGLang's environment is set
 
         torch.set_num_threads(1)

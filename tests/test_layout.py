@@ -144,6 +144,13 @@ def module_files() -> list[tuple[str, Path]]:
 parsed = cache(ast.parse)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_what_was_parsed() -> Iterator[None]:
+    """A million objects, which the next collection would go through."""
+    yield
+    parsed.cache_clear()
+
+
 def statements(node: ast.AST) -> Iterator[ast.AST]:
     """Also those inside others. Expressions, which are most of a tree, hold none."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):

@@ -6,6 +6,7 @@ the shape of the family's own.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,19 +73,8 @@ def write_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     Raises InvalidValueError when the text is too short for `vocab_size`, or when the config's ids of special tokens
     differ from the tokenizer's.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     chat, vocab_size = chat_format(config), config["vocab_size"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(chat.special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(world_text(), trainer)
+    tokenizer = _trained(chat.special_tokens, vocab_size)
     if tokenizer.get_vocab_size() != vocab_size:
         raise InvalidValueError(
             f"vocab_size is {vocab_size}, but the text in configs/world gives {tokenizer.get_vocab_size()} tokens;"
@@ -104,6 +94,24 @@ def write_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         "chat_template": chat.template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+@functools.cache
+def _trained(special_tokens: tuple[str, ...], vocab_size: int) -> Any:
+    """A `tokenizers.Tokenizer`, trained once: who makes several checkpoints gives most of them the same one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(world_text(), trainer)
+    return tokenizer
 
 
 def world_text() -> list[str]:
