@@ -118,6 +118,7 @@ class Naps:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._woke: dict[int, list[tuple[float, float]]] = {}  # by processor: when, and how many seconds too late
+        self._stops: dict[int, list[tuple[float, float]]] = {}  # by processor: from, until
         self._ends = threading.Event()
         processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in processors]
@@ -141,21 +142,24 @@ class Naps:
 
     def stopped_ms(self, since: float, until: float) -> float:
         """How long a processor was stopped meanwhile, the one with the most; stops from `LEAST_STOP_SECONDS` on."""
-        return 1e3 * max((_stopped(list(woke), since, until) for woke in list(self._woke.values())), default=0.0)
+        return 1e3 * max((_common(list(stops), since, until) for stops in list(self._stops.values())), default=0.0)
 
     def _run(self, processor: int) -> None:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {processor})  # of this thread
-        found = self._woke.setdefault(processor, [])
         fell_asleep = self._clock()
         while not self._ends.wait(NAP_SECONDS):
             woke = self._clock()
-            found.append((woke, woke - fell_asleep - NAP_SECONDS))
+            self._note(processor, woke, woke - fell_asleep - NAP_SECONDS)
             fell_asleep = woke
 
+    def _note(self, processor: int, woke: float, late: float) -> None:
+        self._woke.setdefault(processor, []).append((woke, late))
+        if late >= LEAST_STOP_SECONDS:  # few: `stopped_ms` is asked for each of many thousand gaps
+            self._stops.setdefault(processor, []).append((woke - late, woke))
 
-def _stopped(naps: Sequence[tuple[float, float]], since: float, until: float) -> float:
-    stops = ((woke - late, woke) for woke, late in naps if late >= LEAST_STOP_SECONDS)
+
+def _common(stops: Sequence[tuple[float, float]], since: float, until: float) -> float:
     return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in stops)
 
 

@@ -142,7 +142,7 @@ def test_a_thread_that_sleeps_notices_that_the_machine_stopped() -> None:
     naps = Naps(clock=lambda: next(times))
     processor = min(os.sched_getaffinity(0))
     naps._ends = SimpleNamespace(  # type: ignore[assignment]
-        wait=lambda seconds: seconds != NAP_SECONDS or len(naps._woke[processor]) == 3
+        wait=lambda seconds: seconds != NAP_SECONDS or len(naps._woke.get(processor, ())) == 3
     )
     before = os.sched_getaffinity(0)
     naps._run(processor)
@@ -155,7 +155,8 @@ def test_a_thread_that_sleeps_notices_that_the_machine_stopped() -> None:
 def test_the_stops_of_one_processor_within_a_gap_are_counted_and_short_ones_are_not() -> None:
     naps = Naps()
     least = LEAST_STOP_SECONDS
-    naps._woke = {0: [(1.1, 0.1), (1.2, 0.9 * least), (2.0, 0.3)], 1: [(2.1, 0.25)]}
+    for processor, woke, late in ((0, 1.1, 0.1), (0, 1.2, 0.9 * least), (0, 2.0, 0.3), (1, 2.1, 0.25)):
+        naps._note(processor, woke, late)
     assert naps.stopped_ms(0.0, 3.0) == pytest.approx(400.0)
     assert naps.stopped_ms(1.05, 1.3) == pytest.approx(50.0)
     assert naps.stopped_ms(1.9, 2.1) == pytest.approx(200.0)
