@@ -61,10 +61,15 @@ def _is_of_this_machine(host: str) -> bool:
     return True
 
 
+TIMEOUT_SECONDS = 120.0
+LOAD_SECONDS = 3700.0
+"""For an adapter to be served. The server itself gives up after an hour."""
+
+
 class ServerAPI:
     """JSON requests to the server's HTTP routes. An error answer is raised as the exception of its kind."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_SECONDS) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url
         # The authorities' certificates, which take 24 ms to read, are for https:// alone.
@@ -76,8 +81,9 @@ class ServerAPI:
     def get(self, path: str) -> Any:
         return self._request("GET", path)
 
-    def post(self, path: str, body: Any) -> Any:
-        return self._request("POST", path, body)
+    def post(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
+        """`timeout_s`: of this request, another than the others'."""
+        return self._request("POST", path, body, timeout_s)
 
     def patch(self, path: str, body: Any) -> Any:
         return self._request("PATCH", path, body)
@@ -100,9 +106,10 @@ class ServerAPI:
         except httpx.TransportError:
             return False
 
-    def _request(self, method: str, path: str, body: Any = None) -> Any:
+    def _request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        timeout = self._http.timeout if timeout_s is None else httpx.Timeout(timeout_s)
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException:
             raise errors.RequestTimeoutError(f"{self.url}{path}: no answer in time") from None
         except httpx.TransportError as error:

@@ -23,6 +23,8 @@ from kt_runtime.wire.async_client import AsyncResidentClient
 from kt_runtime.wire.messages import AnyRequest
 
 STATUS_SECONDS, CHANGE_SECONDS, HASH_SECONDS = 15.0, 300.0, 5.0
+LOAD_SECONDS = 3600.0
+"""Beside streams an adapter of 3 GB takes a minute, and longer the longer their steps take."""
 MAX_PATH_CHARACTERS = 4096
 
 
@@ -131,7 +133,7 @@ class Adapters:
         return {"name": name, "in_flight": self._names.registry.num_in_flight(former) if former else 0}
 
     async def _change(self, request: AnyRequest) -> dict[str, Any]:
-        return _fields(await self._resident.call(request, replies.PublishReply, CHANGE_SECONDS))
+        return _fields(await self._resident.call(request, replies.PublishReply, LOAD_SECONDS))
 
 
 async def drop_adapter(resident: AsyncResidentClient, lora_id: str) -> None:

@@ -253,7 +253,7 @@ class SwapBench:
         return streams.wait_for_gaps_ms(began, LEAST_GAPS * count)
 
     def _publish_file(self, path: Path) -> None:
-        self._api.post("/kt/adapters", {"name": NAME, "path": str(path), "take_over": True})
+        self._api.post("/kt/adapters", {"name": NAME, "path": str(path), "take_over": True}, TIMEOUT_S)
 
     def _unload(self) -> None:
         self._api.delete(f"/kt/adapters/{NAME}")

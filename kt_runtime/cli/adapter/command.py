@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.connection import LOAD_SECONDS, ServerAPI, server_options, server_url
 from kt_runtime.errors import InvalidValueError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -40,7 +40,7 @@ def load(name: str, path: Path, take_over: bool, url: str | None, api_key: str |
     PATH is a PEFT directory or a GGUF file, on the server's machine.
     """
     body = {"name": name, "path": str(path.resolve())} | ({"take_over": True} if take_over else {})
-    answer = _api(url, api_key).post("/kt/adapters", body)
+    answer = _api(url, api_key).post("/kt/adapters", body, LOAD_SECONDS)
     _say(answer, as_json)
 
 
@@ -69,7 +69,7 @@ def rollback(
     """
     if version is not None and named is not None and version != named:
         raise InvalidValueError(f"VERSION {version} and --version {named} name two versions: leave one of them out")
-    _say(_api(url, api_key).post(f"/kt/adapters/{name}/rollback", {"version": version or named}), as_json)
+    _say(_api(url, api_key).post(f"/kt/adapters/{name}/rollback", {"version": version or named}, LOAD_SECONDS), as_json)
 
 
 @command.command(name="list")

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.connection import LOAD_SECONDS, ServerAPI
 from kt_runtime.errors import KtError, NotFoundError, UnknownNameError
 
 PREFIX = "temporary"
@@ -36,7 +36,7 @@ def adapter_in_use(
     check_exists(directory)
     temporary = _free_name(api, directory)
     say(f"serving {directory} as {temporary} meanwhile")
-    api.post("/kt/adapters", {"name": temporary, "path": str(directory.resolve())})
+    api.post("/kt/adapters", {"name": temporary, "path": str(directory.resolve())}, LOAD_SECONDS)
     try:
         yield temporary
     finally:
