@@ -21,9 +21,9 @@ ALLOWED_MS = 10.0
 CONTROL = "control"
 """The row in which nothing is published."""
 PHASES = ("publishing", "first_token", "unloading", "storing")
-"""Of a load's round: until the name has moved and each stream has got a token, until the adapter is unloaded, until
-that is over, and until its version is on disk. A large adapter's first token takes a prompt and a step that are longer
-than the base's."""
+"""Of a load's round: until the name has moved and each stream has got a token; until the adapter is unloaded; half a
+second; until its version is on disk, which it is before in all rounds but the first. A large adapter's first token
+takes a prompt and a step that are longer than the base's."""
 
 HEADINGS = {
     "publish_ms": "published",

@@ -91,7 +91,8 @@ class _Measured:
         self._streams.wait_for_gaps_ms(now(), self._count)
 
 
-def _sum(known_ms: float | None, more_ms: float | None) -> float | None:
+def _added_ms(known_ms: float | None, more_ms: float | None) -> float | None:
+    """None: not said by the system, or no round of this kind."""
     return known_ms if more_ms is None else (known_ms or 0.0) + more_ms
 
 
@@ -219,16 +220,17 @@ class SwapBench:
         """Streams in the block, and what measures beside them. `whole`: gaps between a round's calls and after them
         count, too. The streams are quiet before the block and after it.
 
-        They begin at about the same time, and so they end: each round has its own, which last longer than it. The
-        prompts of those that begin again would stop the others for two steps.
+        Streams that begin at the same time also end at the same time, and the prompts of the next ones stop those that
+        still run. So the block should be shorter than `new_tokens` steps: a block for each round of a load or session.
         """
         with Streams(self._api.url, count, new_tokens, self._vocabulary, adapter) as streams, Naps() as naps:
             found.quiet += self._quiet(streams, count)
             measured = _Measured(streams, count)
             yield measured
             ended = now()
-            found.stolen_ms = _sum(found.stolen_ms, measured.stolen_in_rounds_ms(is_control=False))
-            found.control_stolen_ms = _sum(found.control_stolen_ms, measured.stolen_in_rounds_ms(is_control=True))
+            found.stolen_ms = _added_ms(found.stolen_ms, measured.stolen_in_rounds_ms(is_control=False))
+            in_control_ms = measured.stolen_in_rounds_ms(is_control=True)
+            found.control_stolen_ms = _added_ms(found.control_stolen_ms, in_control_ms)
             measured.settle()  # the gaps at the end are over, too
             spans = measured.whole_rounds(ended) if whole else [each.calls for each in measured.rounds]
             for each, times in zip(measured.rounds, spans, strict=True):

@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, floa
         yield found
 
 
-def of_a_prompt(directory: Path) -> None:
+def of_a_temporary_adapter(directory: Path) -> None:
     with adapter_in_use(ServerAPI("http://127.0.0.1:9"), None, directory, print):
         pass
 
@@ -66,7 +66,9 @@ def of_a_command(*words: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    "serve", [of_a_command("load", "name", "{}"), of_a_command("rollback", "name"), of_a_prompt], ids=lambda _: ""
+    "serve",
+    [of_a_command("load", "name", "{}"), of_a_command("rollback", "name"), of_a_temporary_adapter],
+    ids=["load", "rollback", "temporary"],
 )
 def test_for_an_adapter_to_be_served_a_command_waits_longer_than_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serve: Callable[[Path], None]
