@@ -42,11 +42,15 @@ def array_of(memory: mmap.mmap, ended: Callable[[mmap.mmap], object] | None = No
 
 def give_pages_back(memory: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
     """Of the whole pages among the bytes from `begin` to `end`; their contents are zeros from then on."""
-    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = len(memory) if end is None else end // mmap.PAGESIZE * mmap.PAGESIZE
-    for piece in range(first, last, PIECE_BYTES):
+    for piece in pieces_between(begin, len(memory) if end is None else end):
         pause()
-        give_piece_back(memory, piece, min(piece + PIECE_BYTES, last))
+        give_piece_back(memory, *piece)
+
+
+def pieces_between(begin: int, end: int) -> list[tuple[int, int]]:
+    """Where each piece of `PIECE_BYTES` begins and ends, of the whole pages among these bytes."""
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    return [(piece, min(piece + PIECE_BYTES, last)) for piece in range(first, last, PIECE_BYTES)]
 
 
 def give_piece_back(memory: mmap.mmap, begin: int, end: int) -> None:

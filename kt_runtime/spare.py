@@ -6,8 +6,8 @@ where memory is fragmented, the kernel takes a second to find them.
 
 A virtual machine whose system reports free pages to the host (virtio-balloon's free page reporting) stops all of its
 processors while the host takes them: 20 to 35 ms for each 128 MiB, every two seconds. So while requests are served and
-memory is plenty, memory is given back at `GIVEN_BACK_BYTES_PER_S`. What is not given back yet is used for the next
-adapter of the same size.
+memory is plenty, memory is given back at `GIVEN_BACK_BYTES_PER_S`, by one thread. What is not given back yet is used
+for the next adapter of the same size. `give_back` is for memory that is not of this module: a slot's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import mmap
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 import psutil
@@ -54,7 +56,7 @@ def free() -> None:
     _KEEPS_LARGE.clear()
     with contextlib.suppress(IndexError):
         while True:
-            _leave(_KEPT.pop())
+            _leave(_LeavingMemory(_KEPT.pop()))
 
 
 def kept_bytes() -> int:
@@ -79,26 +81,66 @@ def _ended(memory: mmap.mmap) -> None:
     """On any thread, at any moment: nothing here takes a lock. The oldest make room."""
     keeps_large = _KEEPS_LARGE.is_set()
     if not keeps_large and not LEAST_SMALL_BYTES <= len(memory) <= SMALL_BYTES:
-        _leave(memory)
+        _leave(_LeavingMemory(memory))
         return
     _KEPT.append(memory)
     with contextlib.suppress(IndexError):
         while kept_bytes() > (MOST_BYTES if keeps_large else MOST_SMALL_BYTES):
-            _leave(_KEPT.pop(0))
+            _leave(_LeavingMemory(_KEPT.pop(0)))
 
 
-class _Leaving:
+def give_back(parts: Sequence[Callable[[], bool]], num_bytes: int, ended: Callable[[], object]) -> None:
+    """Calls `parts`, each of which gives some of `num_bytes` back, on another thread, as slowly as other memory. Stops
+    when one returns False: the memory is used again. Then calls `ended`."""
+    _leave(_LeavingParts(parts, num_bytes, ended))
+
+
+class _Leaves(Protocol):
+    """Memory that is given back by one thread, after what has left before."""
+
+    left_bytes: int
+
+    def take(self, num_bytes: int) -> mmap.mmap | None: ...
+
+    def give_back(self) -> None: ...
+
+
+class _LeavingParts:
+    """Of memory that somebody else knows."""
+
+    def __init__(self, parts: Sequence[Callable[[], bool]], num_bytes: int, ended: Callable[[], object]) -> None:
+        self._parts, self._ended, self.left_bytes = parts, ended, num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """It is not for others."""
+
+    def give_back(self) -> None:
+        each = self.left_bytes // max(len(self._parts), 1)
+        try:
+            for part in self._parts:
+                if not part():
+                    return
+                self.left_bytes -= each
+                _wait(each)
+        finally:
+            self.left_bytes = 0
+            self._ended()
+
+
+class _LeavingMemory:
     """Memory that is given back in pieces, and may be taken before all of it is."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory, self.left_bytes = memory, len(memory)
         self._lock, self._is_taken = threading.Lock(), False
 
-    def take(self) -> bool:
-        """False: somebody else has it. Its contents are arbitrary."""
+    def take(self, num_bytes: int) -> mmap.mmap | None:
+        """None: it has another size, or somebody else has it. Its contents are arbitrary."""
+        if len(self.memory) != num_bytes:
+            return None
         with self._lock:
             was_taken, self._is_taken, self.left_bytes = self._is_taken, True, 0
-            return not was_taken
+            return None if was_taken else self.memory
 
     def give_back(self) -> None:
         size = len(self.memory)
@@ -111,26 +153,25 @@ class _Leaving:
                 give_piece_back(self.memory, begin, end)
                 self.left_bytes = size - end
             _wait(end - begin)
-        self.take()  # an empty mapping is of no use
+        self.take(size)  # an empty mapping is of no use
 
 
-_LEAVING: list[_Leaving] = []
+_LEAVING: list[_Leaves] = []
 
 
 def _taken(num_bytes: int) -> mmap.mmap | None:
-    return next((each.memory for each in list(_LEAVING) if len(each.memory) == num_bytes and each.take()), None)
+    return next((memory for each in list(_LEAVING) if (memory := each.take(num_bytes)) is not None), None)
 
 
-def _leave(memory: mmap.mmap) -> None:
+def _leave(leaving: _Leaves) -> None:
     """On any thread, at any moment."""
-    leaving = _Leaving(memory)
     _LEAVING.append(leaving)
     _to_leave().put(leaving)
 
 
 @cache
-def _to_leave() -> queue.SimpleQueue[_Leaving]:
-    waiting: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()  # its `put` may interrupt another one
+def _to_leave() -> queue.SimpleQueue[_Leaves]:
+    waiting: queue.SimpleQueue[_Leaves] = queue.SimpleQueue()  # its `put` may interrupt another one
 
     def leave() -> None:
         give_way()

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from kt_runtime.beside import piece
 from kt_runtime.errors import AdapterError
-from kt_runtime.mapped import commit, give_pages_back, mapped
+from kt_runtime.mapped import commit, give_piece_back, mapped, pieces_between
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
 
@@ -131,9 +131,12 @@ def note_written(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
     _counts(pool, "kt_needed")[slot] = needed
 
 
-def note_empty(pool: Any, slot: int) -> None:
-    """The slot is of no adapter; its memory stays committed."""
+def note_empty(pool: Any, slot: int, left_bytes: int = 0) -> None:
+    """The slot is of no adapter; its memory stays committed. `left_bytes`: of pages that were to be given back, and
+    are not."""
     _counts(pool, "kt_needed").pop(slot, None)
+    if left_bytes > 0:
+        _counts(pool, "kt_written")[slot] = left_bytes
 
 
 def written_bytes(pool: Any, slot: int) -> int:
@@ -148,7 +151,7 @@ def spare_bytes(pool: Any) -> int:
 
 
 def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
-    """Calls that give a slot's pages back, one for each buffer that is mapped; the slot's contents are lost.
+    """Calls that give the pages of a slot's mapped buffers back, a piece each; the slot's contents are lost.
 
     Each must have ended, or never begin, before an adapter is copied into the slot.
     """
@@ -158,7 +161,8 @@ def release_parts(pool: Any, slot: int) -> list[Callable[[], None]]:
         for buffer in buffers:
             memory = getattr(pool, "kt_mapped", {}).get(buffer.data_ptr())
             if memory is not None:
-                parts.append(partial(give_pages_back, memory, slot * buffer[0].nbytes, (slot + 1) * buffer[0].nbytes))
+                pieces = pieces_between(slot * buffer[0].nbytes, (slot + 1) * buffer[0].nbytes)
+                parts += [partial(give_piece_back, memory, *piece) for piece in pieces]
     return parts
 
 

@@ -12,14 +12,16 @@ back is filled in again for its first request, or copied in its first batch wher
 **Memory.** The pool's host memory is committed by use (`pool.py`), which takes longer than copying an adapter into it.
 So slots keep memory that their adapters don't need, or that a dropped adapter had, up to `MOST_SPARE_BYTES` in all.
 With a budget (`--lora-memory`) it is up to `RELEASED_BYTES`, and the least recently used adapters leave their slots
-until the rest fits, and their pages are given back on another thread. Adapters in use stay; requests for others wait
-(`staging.py`).
+until the rest fits. Adapters in use stay; requests for others wait (`staging.py`). The pages of an emptied slot are
+given back slowly on another thread (`spare.py`). The slot may be used before all of them are.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from kt_runtime.sglang_patch.lora.pool import (
     spare_bytes,
     written_bytes,
 )
+from kt_runtime.spare import give_back
 
 RELEASED_BYTES = 64 << 20
 """A slot that has less memory than that beyond what its adapter needs keeps it always."""
@@ -59,8 +62,8 @@ SYMBOLS = (
 
 
 class ReservedSlot:
-    """One slot of `pool`. The engine's thread calls every method except `fill` or `release`, which one worker thread
-    calls once, if the engine's thread does not call `fill_at_once`.
+    """One slot of `pool`. The engine's thread calls every method except `fill`, which one worker thread calls once, if
+    the engine's thread calls neither `fill_at_once` nor `empty`.
 
     `is_awaited`: a request waits for it, so it is the last to be given back.
     """
@@ -69,6 +72,8 @@ class ReservedSlot:
         self.index, self._pool, self.is_awaited = index, pool, is_awaited
         self._lock = threading.Condition()
         self._copying, self._is_lost, self._is_filled = 0, False, False
+        self._emptied: Future[None] | None = None
+        self._left_bytes = 0
         pool.buffer_id_to_uid[index] = self
         _reserved(pool).append(self)
 
@@ -76,10 +81,16 @@ class ReservedSlot:
     def is_lost(self) -> bool:
         return self._is_lost
 
+    @property
+    def is_emptied(self) -> bool:
+        """Its pages are given back: another adapter may have it at once."""
+        return self._emptied is not None
+
     def fill(self, adapter: InstalledAdapter) -> None:
         """Copies `adapter` into the slot, on several threads; stops if the slot is given back meanwhile."""
         if self._has_too_much(adapter):
-            self.release()
+            for part in release_parts(self._pool, self.index):
+                self._copy(part)
         note_written(self._pool, self.index, adapter)
         on_threads(self._copy, copies_into(self._pool, self.index, adapter), slot_bytes(self._pool, adapter))
         self._is_filled = True
@@ -99,16 +110,28 @@ class ReservedSlot:
         written, needed = written_bytes(self._pool, self.index), slot_bytes(self._pool, adapter)
         return written > needed + RELEASED_BYTES and spare_bytes(self._pool) - needed > most_spare_bytes(self._pool)
 
-    def release(self) -> None:
-        """Gives the slot's pages back; stops if the slot is given back meanwhile."""
-        for part in release_parts(self._pool, self.index):
-            self._copy(part)
+    def empty(self) -> Future[None]:
+        """Gives the slot's pages back on another thread, slowly; stops if the slot is given back meanwhile. The result
+        comes at the end."""
+        self._left_bytes, emptied = written_bytes(self._pool, self.index), Future[None]()
+        parts = release_parts(self._pool, self.index)
+        each = -(-self._left_bytes // max(len(parts), 1))
 
-    def _copy(self, copy: Callable[[], None]) -> None:
+        def leave(part: Callable[[], None]) -> bool:
+            is_given_back = self._copy(part)
+            self._left_bytes -= each if is_given_back else 0
+            return is_given_back
+
+        self._emptied = emptied
+        give_back([partial(leave, part) for part in parts], self._left_bytes, lambda: emptied.set_result(None))
+        return emptied
+
+    def _copy(self, copy: Callable[[], None]) -> bool:
+        """False, and nothing is done, if the slot was given back."""
         pause()
         with self._lock:
             if self._is_lost:
-                return
+                return False
             self._copying += 1
         try:
             with torch.inference_mode():
@@ -117,6 +140,7 @@ class ReservedSlot:
             with self._lock:
                 self._copying -= 1
                 self._lock.notify_all()
+        return True
 
     def give_back(self) -> None:
         """The slot is empty again. Waits for the copies under way, of one linear each. No effect after `use`."""
@@ -128,7 +152,7 @@ class ReservedSlot:
         if self in _reserved(self._pool):
             _reserved(self._pool).remove(self)
             self._pool.buffer_id_to_uid[self.index] = EMPTY_SLOT
-            note_empty(self._pool, self.index)
+            note_empty(self._pool, self.index, self._left_bytes)
 
     def use(self, manager: Any, lora_id: str) -> bool:
         """Makes the slot that of `lora_id`; False if it was given back or is not filled."""
@@ -163,7 +187,8 @@ def is_in_host_memory(manager: Any) -> bool:
 def reserve(
     manager: Any, in_use: Collection[str | None] | None = None, *, is_awaited: bool = False
 ) -> ReservedSlot | None:
-    """An empty slot, else that of the least recently used adapter that is not `in_use` (None: all adapters are).
+    """An empty slot, else one whose pages are given back, else that of the least recently used adapter that is not
+    `in_use` (None: all adapters are).
 
     Of several empty slots the one that has most memory, which the next adapter then need not commit.
     None if there is no such slot, or if the pool is not in host memory.
@@ -173,6 +198,9 @@ def reserve(
     pool = manager.memory_pool
     if not is_in_host_memory(manager):
         return None
+    emptied = next((slot for slot in reversed(_reserved(pool)) if slot.is_emptied), None)
+    if emptied is not None and EMPTY_SLOT not in pool.buffer_id_to_uid:
+        emptied.give_back()
     empty = (index for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT)
     index = max(empty, key=lambda index: written_bytes(pool, index), default=None)
     if index is None and in_use is not None:
@@ -196,8 +224,8 @@ def _evict(manager: Any, in_use: Collection[str | None]) -> int | None:
 
 
 def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> None:
-    """Gives reserved slots back while the batch needs more slots than are empty, the oldest first. Those that requests
-    await only if there is no other adapter whose slot SGLang can take."""
+    """Gives reserved slots back while the batch needs more slots than are empty: those without an adapter first, then
+    the oldest. Those that requests await only if there is no other adapter whose slot SGLang can take."""
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     reserved = _reserved(pool)
@@ -207,7 +235,8 @@ def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> Non
     pinned = {uid for uid, reference in others.get("lora_refs", {}).items() if reference.pinned}
     others_in_slots = sum(uid is not None and uid not in cur_uids for uid in pool.uid_to_buffer_id.keys() - pinned)
     while reserved and needed > (empty := sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid)):
-        slot = next((slot for slot in reserved if not slot.is_awaited), None)
+        slot = next((slot for slot in reserved if slot.is_emptied), None)
+        slot = slot or next((slot for slot in reserved if not slot.is_awaited), None)
         if slot is None and needed <= empty + others_in_slots:
             return
         (slot or reserved[0]).give_back()
@@ -216,7 +245,7 @@ def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> Non
 def trim(manager: Any, in_use: Collection[str | None], budget_bytes: int) -> list[ReservedSlot]:
     """Takes the least recently used adapters that are not `in_use` out of their slots, until the rest fits.
 
-    Returns the slots, to `release` on another thread and to give back then.
+    Returns the slots, to `empty` and to give back then.
     """
     pool, emptied = manager.memory_pool, []
     while used_bytes(manager, pool.uid_to_buffer_id) > budget_bytes:

@@ -150,7 +150,7 @@ class Staging:
         self.wakeup.close()
 
     def _release(self, slot: slots.ReservedSlot) -> None:
-        released = self._threads.submit(slot.release)
+        released = slot.empty()
         released.add_done_callback(lambda _: self.wakeup.set())
         self._emptied.append((slot, released))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,40 @@ def test_otherwise_it_is_given_back_at_once(pace: Pace, monkeypatch: pytest.Monk
     array(LARGE_BYTES)[:] = 1
     wait_until(lambda: leaving_bytes() == 0)
     assert pace.slept.empty()
+
+
+def test_so_is_memory_that_is_of_somebody_else(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_is(monkeypatch, 100)
+    called, ended = queue.SimpleQueue[int](), threading.Event()
+
+    def part(number: int) -> bool:
+        called.put(number)
+        return True
+
+    before = array(2 * PIECE_BYTES + SMALL_BYTES)
+    del before
+    spare.give_back([partial(part, each) for each in range(3)], 3 << 20, ended.set)
+    for number in range(1, 3 + SMALL_BYTES // PIECE_BYTES):  # what left before
+        assert pace.slept.get(timeout=60) == PIECE_BYTES / GIVEN_BACK_BYTES_PER_S and called.empty()
+        assert leaving_bytes() == 2 * PIECE_BYTES + SMALL_BYTES - number * PIECE_BYTES + (3 << 20)
+        pace.may_go_on.release()
+    for number in range(3):
+        assert pace.slept.get(timeout=60) == (1 << 20) / GIVEN_BACK_BYTES_PER_S
+        assert called.get_nowait() == number and leaving_bytes() == 2 - number << 20 and not ended.is_set()
+        pace.may_go_on.release()
+    assert ended.wait(60) and called.empty()
+
+
+def test_memory_of_somebody_else_that_is_used_again_is_given_back_no_more() -> None:
+    called, ended = [], threading.Event()
+
+    def part(number: int) -> bool:
+        called.append(number)
+        return number < 1
+
+    spare.give_back([partial(part, each) for each in range(3)], 3 << 20, ended.set)
+    assert ended.wait(60) and called == [0, 1]
+    wait_until(lambda: leaving_bytes() == 0)
 
 
 def test_what_is_not_given_back_yet_is_used_again(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,54 @@ def test_of_several_empty_slots_the_one_with_most_memory_is_filled(manager: Any,
     assert second is not None and second.index != 2
 
 
+@pytest.fixture
+def leaving(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], bool]]:
+    """What gives an emptied slot's pages back: nothing is called by itself."""
+    parts: list[Callable[[], bool]] = []
+    monkeypatch.setattr(slots, "give_back", lambda given, num_bytes, ended: parts.extend(given))
+    return parts
+
+
+def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
+    manager: Any, written: dict[int, int], leaving: list[Callable[[], bool]]
+) -> None:
+    """But not before an empty one. What it has left is counted, and stays."""
+    others = [slot for _ in range(2) if (slot := slots.reserve(manager)) is not None]
+    emptied = slots.reserve(manager)
+    assert emptied is not None and len(others) == 2
+    manager.fetch_new_loras({None})
+    others.pop().give_back()
+    buffers = [b for each in manager.memory_pool.B_buffer.values() for b in each]
+    for buffer in buffers:
+        buffer[emptied.index].fill_(1.0)
+    written[emptied.index] = 100 * len(buffers)
+    ended = emptied.empty()
+    assert written.get(emptied.index, 0) == 0 and len(leaving) >= 2
+    assert leaving[0]() and not ended.done()
+    first = slots.reserve(manager)
+    assert first is not None and first.index != emptied.index and not emptied.is_lost
+    second = slots.reserve(manager)
+    assert second is not None and second.index == emptied.index and emptied.is_lost
+    each = -(-100 * len(buffers) // len(leaving))
+    assert written[second.index] == 100 * len(buffers) - each
+    assert not leaving[1]() and written[second.index] == 100 * len(buffers) - each
+    emptied.give_back()  # no effect any more
+    assert manager.memory_pool.buffer_id_to_uid[second.index] is second
+    assert any(bool((buffer[second.index] == 1.0).any()) for buffer in buffers)
+
+
+def test_a_batch_takes_an_emptied_slot_before_one_that_is_filled(
+    manager: Any, written: dict[int, int], leaving: list[Callable[[], bool]]
+) -> None:
+    """Though the other one was reserved earlier."""
+    manager.fetch_new_loras({None})
+    filled, emptied, kept = (slots.reserve(manager) for _ in range(3))
+    assert filled is not None and emptied is not None and kept is not None
+    emptied.empty()
+    slots.make_room(manager.memory_pool, {None, "new"})
+    assert (filled.is_lost, emptied.is_lost, kept.is_lost) == (False, True, False)
+
+
 def test_slots_keep_memory_that_their_adapters_do_not_need_up_to_a_bound(
     served: SimpleNamespace,
     manager: Any,
