@@ -218,12 +218,16 @@ class SessionHandlers:
         session = self._sessions.get(request.session)
         if session is None or len(self._ahead) >= MOST_AHEAD:
             return
-        if num_parameters(session.modules, session.settings.rank) * self._host.dtype.itemsize >= SMALL_BYTES:
+        if self._served_bytes(session) >= SMALL_BYTES:
             return
         preparation = self._publisher.preparation_without_slot(request.name)
         key = f"publish {request.request_id}"
         self._workers.begin(key, _what_of(request), lambda: _version_of(session, request, preparation))
         self._ahead.add(key)
+
+    def _served_bytes(self, session: Session) -> int:
+        """Of the session's adapter in the engine's dtype."""
+        return num_parameters(session.modules, session.settings.rank) * self._host.dtype.itemsize
 
     def _taken_ahead(self, request: Publish) -> Generator[Slice | Pause, None, Prepared | None]:
         """The result of `publish_ahead`, None if it did not begin. Waits for its end also where the request fails: the
@@ -458,7 +462,7 @@ class SessionHandlers:
             answered(outcome)
 
         session.copies.publishing()
-        preparation = self._publisher.preparation(request.name)
+        preparation = self._publisher.preparation(request.name, self._served_bytes(session))
         try:
             if ahead is not None:
                 prepared = preparation.placed(ahead)

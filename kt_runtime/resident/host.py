@@ -108,9 +108,10 @@ class Host(Protocol):
         """Of the latest finished requests."""
         ...
 
-    def reserve_slot(self) -> object | None:
+    def reserve_slot(self, num_bytes: int = 0) -> object | None:
         """A place among the adapters of the engine's batches, to fill before the first request. None: none is free.
 
+        `num_bytes`: about as many as the adapter has in the engine's dtype, 0: not known.
         The engine may take the place back at any time. The adapter is then copied in its first batch.
         """
         ...

@@ -65,7 +65,8 @@ class ReservedSlot:
     """One slot of `pool`. The engine's thread calls every method except `fill`, which one worker thread calls once, if
     the engine's thread calls neither `fill_at_once` nor `empty`.
 
-    `is_awaited`: a request waits for it, so it is the last to be given back.
+    `is_awaited`: a request waits for it, so it is the last to be given back. `left_bytes`: of an emptied slot, that are
+    not given back yet.
     """
 
     def __init__(self, pool: Any, index: int, *, is_awaited: bool = False) -> None:
@@ -73,7 +74,7 @@ class ReservedSlot:
         self._lock = threading.Condition()
         self._copying, self._is_lost, self._is_filled = 0, False, False
         self._emptied: Future[None] | None = None
-        self._left_bytes = 0
+        self.left_bytes = 0
         pool.buffer_id_to_uid[index] = self
         _reserved(pool).append(self)
 
@@ -113,17 +114,17 @@ class ReservedSlot:
     def empty(self) -> Future[None]:
         """Gives the slot's pages back on another thread, slowly; stops if the slot is given back meanwhile. The result
         comes at the end."""
-        self._left_bytes, emptied = written_bytes(self._pool, self.index), Future[None]()
+        self.left_bytes, emptied = written_bytes(self._pool, self.index), Future[None]()
         parts = release_parts(self._pool, self.index)
-        each = -(-self._left_bytes // max(len(parts), 1))
+        each = -(-self.left_bytes // max(len(parts), 1))
 
         def leave(part: Callable[[], None]) -> bool:
             is_given_back = self._copy(part)
-            self._left_bytes -= each if is_given_back else 0
+            self.left_bytes -= each if is_given_back else 0
             return is_given_back
 
         self._emptied = emptied
-        give_back([partial(leave, part) for part in parts], self._left_bytes, lambda: emptied.set_result(None))
+        give_back([partial(leave, part) for part in parts], self.left_bytes, lambda: emptied.set_result(None))
         return emptied
 
     def _copy(self, copy: Callable[[], None]) -> bool:
@@ -152,7 +153,7 @@ class ReservedSlot:
         if self in _reserved(self._pool):
             _reserved(self._pool).remove(self)
             self._pool.buffer_id_to_uid[self.index] = EMPTY_SLOT
-            note_empty(self._pool, self.index, self._left_bytes)
+            note_empty(self._pool, self.index, self.left_bytes)
 
     def use(self, manager: Any, lora_id: str) -> bool:
         """Makes the slot that of `lora_id`; False if it was given back or is not filled."""
@@ -185,12 +186,13 @@ def is_in_host_memory(manager: Any) -> bool:
 
 
 def reserve(
-    manager: Any, in_use: Collection[str | None] | None = None, *, is_awaited: bool = False
+    manager: Any, in_use: Collection[str | None] | None = None, *, is_awaited: bool = False, num_bytes: int = 0
 ) -> ReservedSlot | None:
     """An empty slot, else one whose pages are given back, else that of the least recently used adapter that is not
     `in_use` (None: all adapters are).
 
-    Of several empty slots the one that has most memory, which the next adapter then need not commit.
+    Of several empty slots the one that has most memory, which the next adapter then need not commit. For the same
+    reason one whose pages are given back comes first if it has more, and not much more than `num_bytes`, the adapter's.
     None if there is no such slot, or if the pool is not in host memory.
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
@@ -198,11 +200,17 @@ def reserve(
     pool = manager.memory_pool
     if not is_in_host_memory(manager):
         return None
-    emptied = next((slot for slot in reversed(_reserved(pool)) if slot.is_emptied), None)
-    if emptied is not None and EMPTY_SLOT not in pool.buffer_id_to_uid:
-        emptied.give_back()
-    empty = (index for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT)
-    index = max(empty, key=lambda index: written_bytes(pool, index), default=None)
+    empty = {index: written_bytes(pool, index) for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT}
+    emptied = [slot for slot in _reserved(pool) if slot.is_emptied]
+    if empty:
+        most = max(empty.values())
+        emptied = [slot for slot in emptied if most < slot.left_bytes <= num_bytes + RELEASED_BYTES]
+    if emptied:
+        slot = max(emptied, key=lambda slot: slot.left_bytes)
+        slot.give_back()
+        index: int | None = slot.index
+    else:
+        index = max(empty, key=lambda each: empty[each], default=None)
     if index is None and in_use is not None:
         index = _evict(manager, in_use)
     return None if index is None else ReservedSlot(pool, index, is_awaited=is_awaited)

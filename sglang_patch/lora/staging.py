@@ -86,7 +86,8 @@ class Staging:
         if is_copied_in_batch or group.num_ranks() > 1:
             return None
         assert lora_id is not None
-        slot = slots.reserve(self._manager, taken, is_awaited=True)
+        num_bytes = slot_bytes(self._manager.memory_pool, adapter)
+        slot = slots.reserve(self._manager, taken, is_awaited=True, num_bytes=num_bytes)
         if slot is None:
             return False if slots.has_reserved(self._manager) else None
         self._fills[lora_id] = slot, self._threads.submit(slot.fill, adapter)

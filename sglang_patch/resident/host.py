@@ -145,10 +145,11 @@ class SGLangHost:
     def ranks(self) -> list[RankStatus]:
         return self.members.statuses()
 
-    def reserve_slot(self) -> object | None:
+    def reserve_slot(self, num_bytes: int = 0) -> object | None:
         if self.num_ranks > 1:  # threads would fill it at other times on each rank
             return None
-        return lora_slots.reserve(self._runner.lora_manager, {None, *self._staging.kept(self._in_use())})
+        in_use = {None, *self._staging.kept(self._in_use())}
+        return lora_slots.reserve(self._runner.lora_manager, in_use, num_bytes=num_bytes)
 
     def release_slot(self, slot: Any) -> None:
         slot.give_back()

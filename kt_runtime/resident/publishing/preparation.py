@@ -79,9 +79,10 @@ class Preparation:
             raise AdapterError(f"{path}: its content has the hash {prepared.version.hash}, not {expected}")
         return prepared
 
-    def loaded_if_small(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared | None:
-        """As `loaded`; None for a file whose copy into a slot would take too long for the engine's thread."""
-        return self.loaded(path, source, expected) if self._file_bytes(path) < SMALL_BYTES else None
+    def loaded_if_small(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared | int:
+        """As `loaded`; the bytes of a file whose copy into a slot would take too long for the engine's thread."""
+        num_bytes = self._file_bytes(path)
+        return self.loaded(path, source, expected) if num_bytes < SMALL_BYTES else num_bytes
 
     def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
         """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""

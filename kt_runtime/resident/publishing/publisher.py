@@ -135,9 +135,9 @@ class Publisher:
 
         self._add(Operation(name, self._fresh_id(), begin, done, session, claims=True, take_over=take_over))
 
-    def preparation(self, name: str) -> Preparation:
-        """For a publication whose stage 1 runs before `publish_prepared`."""
-        return Preparation(self._host, self._family, name, self._host.reserve_slot())
+    def preparation(self, name: str, num_bytes: int = 0) -> Preparation:
+        """For a publication whose stage 1 runs before `publish_prepared`. `num_bytes`: as in `Host.reserve_slot`."""
+        return Preparation(self._host, self._family, name, self._host.reserve_slot(num_bytes))
 
     def preparation_without_slot(self, name: str) -> Preparation:
         """As `preparation`, on any thread: what it prepares is `placed` by a preparation with a slot."""
@@ -282,9 +282,9 @@ class Publisher:
             return
         self._begin(operation)
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: Operation, num_bytes: int = 0) -> None:
         try:
-            operation.preparation = self.preparation(operation.name)
+            operation.preparation = self.preparation(operation.name, num_bytes)
             make = operation.begin(operation.preparation)
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, error)
@@ -320,15 +320,15 @@ class Publisher:
         assert key is not None
         del self._ahead[key]
         try:
-            prepared: Prepared | None = self._workers.take(key)
-            if prepared is not None:
-                operation.preparation = self.preparation(operation.name)
-                operation.prepared = operation.preparation.placed(prepared)
+            found: Prepared | int = self._workers.take(key)
+            if isinstance(found, Prepared):
+                operation.preparation = self.preparation(operation.name, found.adapter.num_bytes)
+                operation.prepared = operation.preparation.placed(found)
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, error)
             return
-        if operation.prepared is None:
-            self._begin(operation)
+        if isinstance(found, int):
+            self._begin(operation, found)
         else:
             self._probe_or_install(operation)
 

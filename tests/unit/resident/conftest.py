@@ -109,6 +109,7 @@ class FakeHost:
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
         self.slots_reserved = 0
+        self.slot_bytes: list[int] = []  # of each reservation
         self.placed: list[object] = []
         self.reserved: set[object] = set()  # and neither released nor used: a used slot is released too, without effect
         self.frontend = Wakeup()
@@ -137,7 +138,8 @@ class FakeHost:
         """While it serves, one request decodes."""
         return Load(((0.0, 1),), self.waiting, True) if self.serving or self.waiting else IDLE
 
-    def reserve_slot(self) -> int:
+    def reserve_slot(self, num_bytes: int = 0) -> int:
+        self.slot_bytes.append(num_bytes)
         self.slots_reserved += 1
         self.reserved.add(self.slots_reserved)
         return self.slots_reserved

@@ -216,6 +216,9 @@ def test_a_small_session_s_publication_takes_the_turn_in_which_it_is_taken(
     server.turn()
     assert [type(reply) for reply in inbox.replies] == [PublishReply]
     assert len(server.host.placed) == 1 and not ahead_of(resident) and not resident._workers._jobs
+    modules = [each for each in resident.family.lora_modules(server.host.config) if ".self_attn." in each.name]
+    parameters = sum(2 * (each.in_features + each.out_features) for each in modules)
+    assert server.host.slot_bytes == [parameters * server.host.dtype.itemsize]
 
 
 @pytest.mark.slow

@@ -229,8 +229,10 @@ def test_a_load_waits_for_what_is_still_read_ahead(desk: Desk, tmp_path: Path, m
 
 def test_a_large_file_is_not_read_ahead(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "SMALL_BYTES", 1)
-    load_ahead(desk, "carol", write_directory(desk, tmp_path / "adapter"), has_ended=True)
+    path = write_directory(desk, tmp_path / "adapter")
+    load_ahead(desk, "carol", path, has_ended=True)
     assert not desk.host.moves and not desk.host.placed
+    assert desk.host.slot_bytes == [sum(each.stat().st_size for each in Path(path).iterdir())]
     desk.settle()
     assert desk.current("carol") == desk.outcomes[0].hash
 

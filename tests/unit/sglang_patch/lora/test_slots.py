@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.sglang_patch.lora import pool as pool_module
@@ -235,7 +236,7 @@ def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
     buffers = [b for each in manager.memory_pool.B_buffer.values() for b in each]
     for buffer in buffers:
         buffer[emptied.index].fill_(1.0)
-    written[emptied.index] = 100 * len(buffers)
+    written[emptied.index] = size = 2 * slots.RELEASED_BYTES
     ended = emptied.empty()
     assert written.get(emptied.index, 0) == 0 and len(leaving) >= 2
     assert leaving[0]() and not ended.done()
@@ -243,12 +244,44 @@ def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
     assert first is not None and first.index != emptied.index and not emptied.is_lost
     second = slots.reserve(manager)
     assert second is not None and second.index == emptied.index and emptied.is_lost
-    each = -(-100 * len(buffers) // len(leaving))
-    assert written[second.index] == 100 * len(buffers) - each
-    assert not leaving[1]() and written[second.index] == 100 * len(buffers) - each
+    left = size - -(-size // len(leaving))
+    assert written[second.index] == left
+    assert not leaving[1]() and written[second.index] == left
     emptied.give_back()  # no effect any more
     assert manager.memory_pool.buffer_id_to_uid[second.index] is second
     assert any(bool((buffer[second.index] == 1.0).any()) for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    ("left_bytes", "empty_bytes", "num_bytes", "is_used"),
+    [
+        (3 << 30, 0, 3 << 30, True),
+        (3 << 30, (3 << 30) - 1, 3 << 30, True),
+        (3 << 30, 3 << 30, 3 << 30, False),  # an empty slot has as much
+        (slots.RELEASED_BYTES + 5, 0, 5, True),
+        (slots.RELEASED_BYTES + 6, 0, 5, False),  # more than a slot keeps beside its adapter
+        (3 << 30, 0, 0, False),  # it is not known how much the adapter needs
+    ],
+)
+def test_an_emptied_slot_comes_first_if_it_has_memory_that_the_adapter_needs(
+    manager: Any,
+    written: dict[int, int],
+    leaving: list[Callable[[], bool]],
+    left_bytes: int,
+    empty_bytes: int,
+    num_bytes: int,
+    is_used: bool,
+) -> None:
+    manager.fetch_new_loras({None})
+    emptied = slots.reserve(manager)
+    assert emptied is not None
+    written[emptied.index] = left_bytes
+    emptied.empty()
+    others = {index for index, uid in enumerate(manager.memory_pool.buffer_id_to_uid) if uid == EMPTY_SLOT}
+    assert len(others) == 2
+    written.update(dict.fromkeys(others, empty_bytes))
+    slot = slots.reserve(manager, num_bytes=num_bytes)
+    assert slot is not None and (slot.index == emptied.index) == emptied.is_lost == is_used
 
 
 def test_a_batch_takes_an_emptied_slot_before_one_that_is_filled(
