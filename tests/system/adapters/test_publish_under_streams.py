@@ -56,7 +56,7 @@ def generate(api: ServerAPI, prompt: list[int], adapter: str | None, tokens: int
 
 
 def flush_cache(api: ServerAPI) -> None:
-    httpx.post(f"{api.url}/flush_cache", timeout=60, trust_env=False).raise_for_status()
+    httpx.post(f"{api.url}/flush_cache", params={"timeout": 30}, timeout=60, trust_env=False).raise_for_status()
 
 
 def answers(api: ServerAPI, adapter: str | None) -> list[list[int]]:

@@ -100,7 +100,9 @@ def wait(served: Served, condition: Callable[[], bool]) -> None:
 
 
 def flush_cache(served: Served) -> None:
-    assert httpx.post(f"{served.api.url}/flush_cache", timeout=60, trust_env=False).status_code == 200
+    """Once no request runs: the server refuses it before."""
+    flushed = httpx.post(f"{served.api.url}/flush_cache", params={"timeout": 30}, timeout=60, trust_env=False)
+    assert flushed.status_code == 200, flushed.text
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], number: int) -> None:
