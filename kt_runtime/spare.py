@@ -7,7 +7,7 @@ where memory is fragmented, the kernel takes a second to find them.
 A virtual machine whose system reports free pages to the host (virtio-balloon's free page reporting) stops all of its
 processors while the host takes them: 20 to 35 ms for each 128 MiB, every two seconds. So while requests are served and
 memory is plenty, memory is given back at `GIVEN_BACK_BYTES_PER_S`, by one thread. What is not given back yet is used
-for the next adapter of the same size. `give_back` is for memory that is not of this module: a slot's.
+for the next adapter of the same size. `give_back` is for memory of another module: a slot's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import psutil
@@ -89,42 +89,32 @@ def _ended(memory: mmap.mmap) -> None:
             _leave(_LeavingMemory(_KEPT.pop(0)))
 
 
-def give_back(parts: Sequence[Callable[[], bool]], num_bytes: int, ended: Callable[[], object]) -> None:
-    """Calls `parts`, each of which gives some of `num_bytes` back, on another thread, as slowly as other memory. Stops
-    when one returns False: the memory is used again. Then calls `ended`."""
-    _leave(_LeavingParts(parts, num_bytes, ended))
+class Leaving:
+    """Memory of another module. `left_bytes`: not given back yet. `ended`: done at the end, or once a part has returned
+    False."""
 
-
-class _Leaves(Protocol):
-    """Memory that is given back by one thread, after what has left before."""
-
-    left_bytes: int
-
-    def take(self, num_bytes: int) -> mmap.mmap | None: ...
-
-    def give_back(self) -> None: ...
-
-
-class _LeavingParts:
-    """Of memory that somebody else knows."""
-
-    def __init__(self, parts: Sequence[Callable[[], bool]], num_bytes: int, ended: Callable[[], object]) -> None:
-        self._parts, self._ended, self.left_bytes = parts, ended, num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """It is not for others."""
+    def __init__(self, parts: Sequence[Callable[[], bool]], num_bytes: int) -> None:
+        self._parts, self.left_bytes, self.ended = parts, num_bytes, Future[None]()
 
     def give_back(self) -> None:
-        each = self.left_bytes // max(len(self._parts), 1)
+        each = -(-self.left_bytes // max(len(self._parts), 1))
         try:
             for part in self._parts:
                 if not part():
                     return
-                self.left_bytes -= each
+                self.left_bytes = max(0, self.left_bytes - each)
                 _wait(each)
         finally:
             self.left_bytes = 0
-            self._ended()
+            self.ended.set_result(None)
+
+
+def give_back(parts: Sequence[Callable[[], bool]], num_bytes: int) -> Leaving:
+    """Calls `parts`, each of which gives some of `num_bytes` back, on another thread, as slowly as other memory. Stops
+    when one returns False: the memory is used again."""
+    leaving = Leaving(parts, num_bytes)
+    _leave(leaving)
+    return leaving
 
 
 class _LeavingMemory:
@@ -134,13 +124,11 @@ class _LeavingMemory:
         self.memory, self.left_bytes = memory, len(memory)
         self._lock, self._is_taken = threading.Lock(), False
 
-    def take(self, num_bytes: int) -> mmap.mmap | None:
-        """None: it has another size, or somebody else has it. Its contents are arbitrary."""
-        if len(self.memory) != num_bytes:
-            return None
+    def take(self) -> bool:
+        """False: somebody else has it. Its contents are arbitrary."""
         with self._lock:
             was_taken, self._is_taken, self.left_bytes = self._is_taken, True, 0
-            return None if was_taken else self.memory
+            return not was_taken
 
     def give_back(self) -> None:
         size = len(self.memory)
@@ -153,25 +141,26 @@ class _LeavingMemory:
                 give_piece_back(self.memory, begin, end)
                 self.left_bytes = size - end
             _wait(end - begin)
-        self.take(size)  # an empty mapping is of no use
+        self.take()  # an empty mapping is of no use
 
 
-_LEAVING: list[_Leaves] = []
+_LEAVING: list[_LeavingMemory | Leaving] = []
 
 
 def _taken(num_bytes: int) -> mmap.mmap | None:
-    return next((memory for each in list(_LEAVING) if (memory := each.take(num_bytes)) is not None), None)
+    same = (each for each in list(_LEAVING) if isinstance(each, _LeavingMemory) and len(each.memory) == num_bytes)
+    return next((each.memory for each in same if each.take()), None)
 
 
-def _leave(leaving: _Leaves) -> None:
+def _leave(leaving: _LeavingMemory | Leaving) -> None:
     """On any thread, at any moment."""
     _LEAVING.append(leaving)
     _to_leave().put(leaving)
 
 
 @cache
-def _to_leave() -> queue.SimpleQueue[_Leaves]:
-    waiting: queue.SimpleQueue[_Leaves] = queue.SimpleQueue()  # its `put` may interrupt another one
+def _to_leave() -> queue.SimpleQueue[_LeavingMemory | Leaving]:
+    waiting: queue.SimpleQueue[_LeavingMemory | Leaving] = queue.SimpleQueue()  # its `put` may interrupt another one
 
     def leave() -> None:
         give_way()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from kt_runtime.sglang_patch.lora.pool import (
     spare_bytes,
     written_bytes,
 )
-from kt_runtime.spare import give_back
+from kt_runtime.spare import Leaving, give_back
 
 RELEASED_BYTES = 64 << 20
 """A slot that has less memory than that beyond what its adapter needs keeps it always."""
@@ -65,27 +64,21 @@ class ReservedSlot:
     """One slot of `pool`. The engine's thread calls every method except `fill`, which one worker thread calls once, if
     the engine's thread calls neither `fill_at_once` nor `empty`.
 
-    `is_awaited`: a request waits for it, so it is the last to be given back. `left_bytes`: of an emptied slot, that are
-    not given back yet.
+    `is_awaited`: a request waits for it, so it is the last to be given back. `leaving`: the memory of an emptied
+    slot, which another adapter may have at once; None if it was not emptied.
     """
 
     def __init__(self, pool: Any, index: int, *, is_awaited: bool = False) -> None:
         self.index, self._pool, self.is_awaited = index, pool, is_awaited
         self._lock = threading.Condition()
         self._copying, self._is_lost, self._is_filled = 0, False, False
-        self._emptied: Future[None] | None = None
-        self.left_bytes = 0
+        self.leaving: Leaving | None = None
         pool.buffer_id_to_uid[index] = self
         _reserved(pool).append(self)
 
     @property
     def is_lost(self) -> bool:
         return self._is_lost
-
-    @property
-    def is_emptied(self) -> bool:
-        """Its pages are given back: another adapter may have it at once."""
-        return self._emptied is not None
 
     def fill(self, adapter: InstalledAdapter) -> None:
         """Copies `adapter` into the slot, on several threads; stops if the slot is given back meanwhile."""
@@ -111,21 +104,12 @@ class ReservedSlot:
         written, needed = written_bytes(self._pool, self.index), slot_bytes(self._pool, adapter)
         return written > needed + RELEASED_BYTES and spare_bytes(self._pool) - needed > most_spare_bytes(self._pool)
 
-    def empty(self) -> Future[None]:
-        """Gives the slot's pages back on another thread, slowly; stops if the slot is given back meanwhile. The result
-        comes at the end."""
-        self.left_bytes, emptied = written_bytes(self._pool, self.index), Future[None]()
-        parts = release_parts(self._pool, self.index)
-        each = -(-self.left_bytes // max(len(parts), 1))
-
-        def leave(part: Callable[[], None]) -> bool:
-            is_given_back = self._copy(part)
-            self.left_bytes -= each if is_given_back else 0
-            return is_given_back
-
-        self._emptied = emptied
-        give_back([partial(leave, part) for part in parts], self.left_bytes, lambda: emptied.set_result(None))
-        return emptied
+    def empty(self) -> Leaving:
+        """Gives the slot's pages back on another thread, slowly; stops if the slot is given back meanwhile."""
+        num_bytes = written_bytes(self._pool, self.index)
+        parts = [partial(self._copy, part) for part in release_parts(self._pool, self.index)]
+        self.leaving = give_back(parts, num_bytes)
+        return self.leaving
 
     def _copy(self, copy: Callable[[], None]) -> bool:
         """False, and nothing is done, if the slot was given back."""
@@ -147,13 +131,14 @@ class ReservedSlot:
         """The slot is empty again. Waits for the copies under way, of one linear each. No effect after `use`."""
         from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
+        left_bytes = 0 if self.leaving is None else self.leaving.left_bytes  # none, once the other thread has noticed
         with self._lock:
             self._is_lost = True
             self._lock.wait_for(lambda: not self._copying)
         if self in _reserved(self._pool):
             _reserved(self._pool).remove(self)
             self._pool.buffer_id_to_uid[self.index] = EMPTY_SLOT
-            note_empty(self._pool, self.index, self.left_bytes)
+            note_empty(self._pool, self.index, left_bytes)
 
     def use(self, manager: Any, lora_id: str) -> bool:
         """Makes the slot that of `lora_id`; False if it was given back or is not filled."""
@@ -201,12 +186,12 @@ def reserve(
     if not is_in_host_memory(manager):
         return None
     empty = {index: written_bytes(pool, index) for index, uid in enumerate(pool.buffer_id_to_uid) if uid == EMPTY_SLOT}
-    emptied = [slot for slot in _reserved(pool) if slot.is_emptied]
+    emptied = [(slot.leaving.left_bytes, slot) for slot in _reserved(pool) if slot.leaving is not None]
     if empty:
         most = max(empty.values())
-        emptied = [slot for slot in emptied if most < slot.left_bytes <= num_bytes + RELEASED_BYTES]
+        emptied = [each for each in emptied if most < each[0] <= num_bytes + RELEASED_BYTES]
     if emptied:
-        slot = max(emptied, key=lambda slot: slot.left_bytes)
+        _, slot = max(emptied, key=lambda each: each[0])
         slot.give_back()
         index: int | None = slot.index
     else:
@@ -243,7 +228,7 @@ def make_room(pool: Any, cur_uids: Collection[str | None], **others: Any) -> Non
     pinned = {uid for uid, reference in others.get("lora_refs", {}).items() if reference.pinned}
     others_in_slots = sum(uid is not None and uid not in cur_uids for uid in pool.uid_to_buffer_id.keys() - pinned)
     while reserved and needed > (empty := sum(uid == EMPTY_SLOT for uid in pool.buffer_id_to_uid)):
-        slot = next((slot for slot in reserved if slot.is_emptied), None)
+        slot = next((slot for slot in reserved if slot.leaving is not None), None)
         slot = slot or next((slot for slot in reserved if not slot.is_awaited), None)
         if slot is None and needed <= empty + others_in_slots:
             return

@@ -151,7 +151,7 @@ class Staging:
         self.wakeup.close()
 
     def _release(self, slot: slots.ReservedSlot) -> None:
-        released = slot.empty()
+        released = slot.empty().ended
         released.add_done_callback(lambda _: self.wakeup.set())
         self._emptied.append((slot, released))
 

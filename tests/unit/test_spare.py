@@ -129,9 +129,9 @@ def test_otherwise_it_is_given_back_at_once(pace: Pace, monkeypatch: pytest.Monk
     assert pace.slept.empty()
 
 
-def test_so_is_memory_that_is_of_somebody_else(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_module_is_given_back_slowly_too(pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
     memory_is(monkeypatch, 100)
-    called, ended = queue.SimpleQueue[int](), threading.Event()
+    called = queue.SimpleQueue[int]()
 
     def part(number: int) -> bool:
         called.put(number)
@@ -139,27 +139,27 @@ def test_so_is_memory_that_is_of_somebody_else(pace: Pace, monkeypatch: pytest.M
 
     before = array(2 * PIECE_BYTES + SMALL_BYTES)
     del before
-    spare.give_back([partial(part, each) for each in range(3)], 3 << 20, ended.set)
+    leaving = spare.give_back([partial(part, each) for each in range(3)], 3 << 20)
     for number in range(1, 3 + SMALL_BYTES // PIECE_BYTES):  # what left before
         assert pace.slept.get(timeout=60) == PIECE_BYTES / GIVEN_BACK_BYTES_PER_S and called.empty()
         assert leaving_bytes() == 2 * PIECE_BYTES + SMALL_BYTES - number * PIECE_BYTES + (3 << 20)
         pace.may_go_on.release()
     for number in range(3):
         assert pace.slept.get(timeout=60) == (1 << 20) / GIVEN_BACK_BYTES_PER_S
-        assert called.get_nowait() == number and leaving_bytes() == 2 - number << 20 and not ended.is_set()
+        assert called.get_nowait() == number and leaving_bytes() == 2 - number << 20 and not leaving.ended.done()
         pace.may_go_on.release()
-    assert ended.wait(60) and called.empty()
+    assert leaving.ended.result(60) is None and called.empty()
 
 
-def test_memory_of_somebody_else_that_is_used_again_is_given_back_no_more() -> None:
-    called, ended = [], threading.Event()
+def test_memory_of_another_module_that_is_used_again_is_given_back_no_more() -> None:
+    called = []
 
     def part(number: int) -> bool:
         called.append(number)
         return number < 1
 
-    spare.give_back([partial(part, each) for each in range(3)], 3 << 20, ended.set)
-    assert ended.wait(60) and called == [0, 1]
+    leaving = spare.give_back([partial(part, each) for each in range(3)], 3 << 20)
+    assert leaving.ended.result(60) is None and called == [0, 1]
     wait_until(lambda: leaving_bytes() == 0)
 
 

@@ -13,10 +13,12 @@ import torch
 from reference import lora
 from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
+from kt_runtime import spare
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.sglang_patch.lora import pool as pool_module
 from kt_runtime.sglang_patch.lora import slots
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_prepared, prepare_adapter
+from kt_runtime.spare import Leaving
 
 
 @pytest.fixture
@@ -217,15 +219,14 @@ def test_of_several_empty_slots_the_one_with_most_memory_is_filled(manager: Any,
 
 
 @pytest.fixture
-def leaving(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], bool]]:
-    """What gives an emptied slot's pages back: nothing is called by itself."""
-    parts: list[Callable[[], bool]] = []
-    monkeypatch.setattr(slots, "give_back", lambda given, num_bytes, ended: parts.extend(given))
-    return parts
+def stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread gives the pages of emptied slots back."""
+    monkeypatch.setattr(slots, "give_back", Leaving)
 
 
+@pytest.mark.usefixtures("stays")
 def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
-    manager: Any, written: dict[int, int], leaving: list[Callable[[], bool]]
+    manager: Any, written: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not before an empty one. What it has left is counted, and stays."""
     others = [slot for _ in range(2) if (slot := slots.reserve(manager)) is not None]
@@ -237,21 +238,27 @@ def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
     for buffer in buffers:
         buffer[emptied.index].fill_(1.0)
     written[emptied.index] = size = 2 * slots.RELEASED_BYTES
-    ended = emptied.empty()
-    assert written.get(emptied.index, 0) == 0 and len(leaving) >= 2
-    assert leaving[0]() and not ended.done()
-    first = slots.reserve(manager)
-    assert first is not None and first.index != emptied.index and not emptied.is_lost
-    second = slots.reserve(manager)
+    leaving = emptied.empty()
+    reserved: list[slots.ReservedSlot | None] = []
+    parts = len(leaving._parts)
+    assert written.get(emptied.index, 0) == 0 and parts >= 2
+
+    def after_the_first_part(num_bytes: int) -> None:
+        assert num_bytes == -(-size // parts) and not leaving.ended.done()
+        reserved.extend(slots.reserve(manager) for _ in range(2))
+
+    monkeypatch.setattr(spare, "_wait", after_the_first_part)
+    leaving.give_back()
+    first, second = reserved  # no further part was given back
+    assert first is not None and first.index != emptied.index
     assert second is not None and second.index == emptied.index and emptied.is_lost
-    left = size - -(-size // len(leaving))
-    assert written[second.index] == left
-    assert not leaving[1]() and written[second.index] == left
+    assert leaving.ended.done() and written[second.index] == size - -(-size // parts)
     emptied.give_back()  # no effect any more
     assert manager.memory_pool.buffer_id_to_uid[second.index] is second
     assert any(bool((buffer[second.index] == 1.0).any()) for buffer in buffers)
 
 
+@pytest.mark.usefixtures("stays")
 @pytest.mark.parametrize(
     ("left_bytes", "empty_bytes", "num_bytes", "is_used"),
     [
@@ -266,7 +273,6 @@ def test_an_emptied_slot_is_used_before_all_of_its_pages_are_given_back(
 def test_an_emptied_slot_comes_first_if_it_has_memory_that_the_adapter_needs(
     manager: Any,
     written: dict[int, int],
-    leaving: list[Callable[[], bool]],
     left_bytes: int,
     empty_bytes: int,
     num_bytes: int,
@@ -284,9 +290,8 @@ def test_an_emptied_slot_comes_first_if_it_has_memory_that_the_adapter_needs(
     assert slot is not None and (slot.index == emptied.index) == emptied.is_lost == is_used
 
 
-def test_a_batch_takes_an_emptied_slot_before_one_that_is_filled(
-    manager: Any, written: dict[int, int], leaving: list[Callable[[], bool]]
-) -> None:
+@pytest.mark.usefixtures("stays", "written")
+def test_a_batch_takes_an_emptied_slot_before_one_that_is_filled(manager: Any) -> None:
     """Though the other one was reserved earlier."""
     manager.fetch_new_loras({None})
     filled, emptied, kept = (slots.reserve(manager) for _ in range(3))
