@@ -129,12 +129,14 @@ def wire_address(served: Running) -> str:
 
 
 def publish_an_adapter(api: ServerAPI) -> None:
+    """As "kept". It is on disk afterwards: until then a server that is killed loses it, as its status says."""
     tokens = np.random.default_rng(0).integers(3, 300, 20).tolist()
     with ResidentClient(api.get("/kt/status")["wire_address"], timeout_s=SECONDS) as client:
         client.create_session("s", LoraSettings(rank=4, alpha=8.0))
         client.forward_backward("s", Batch.from_sequences([tokens], [[*tokens[1:], 0]]))
         client.optim_step("s", learning_rate=0.1)
         client.publish("s", "kept")
+    until(lambda: not api.get("/kt/status")["not_stored"])
 
 
 @contextlib.contextmanager
