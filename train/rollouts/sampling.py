@@ -39,7 +39,7 @@ class Sampler(Protocol):
         """The answers to each of `asked`, in order, by the adapter's version of the time of the call."""
 
     def forget(self, adapter: str) -> None:
-        """Takes the adapter's name from the server."""
+        """Unloads the adapter. Ignores a name that the server does not have."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class HttpSampler:
     def forget(self, adapter: str) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         with httpx.Client(base_url=self.url, headers=headers, timeout=FORGET_SECONDS, trust_env=False) as http:
-            http.delete(f"/kt/adapters/{adapter}").raise_for_status()
+            answer = http.delete(f"/kt/adapters/{adapter}")
+        if answer.status_code != httpx.codes.NOT_FOUND:
+            answer.raise_for_status()
 
     async def _group(self, ask: Ask, asked: Asked) -> list[Completion]:
         ids = [int(token) for token in asked.ids]

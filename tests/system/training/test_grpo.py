@@ -127,6 +127,7 @@ def test_a_seed_samples_the_same_answer_alone_and_beside_others(float32_server: 
 def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_same_rewards(
     recipe: Path, float32_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = names(float32_server)
     keys = ["max_steps=8", "steps_per_rollout=4", "save_steps=1", "async_rollouts=true"]
     assert main(arguments(recipe, float32_server, *keys, f"output_dir={tmp_path / 'whole'}")) == 0
     monkeypatch.chdir(tmp_path)
@@ -140,6 +141,7 @@ def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_sam
     assert files[0] == files[1]
     lags = [line["rollout/lag"] for line in history(tmp_path / "out")]
     assert lags == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert names(float32_server) == before  # the killed run's name is gone, too
 
 
 def test_what_a_reward_does_wrong_is_said_with_line_and_row(

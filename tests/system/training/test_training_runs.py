@@ -213,10 +213,10 @@ def test_check_touches_nothing(
 
 
 def _settled_state(api: ServerAPI) -> Any:
-    """When what earlier tests began has ended: it does not change any more."""
+    """When what earlier tests began has ended and is on disk: it does not change any more."""
     deadline = time.monotonic() + RUN_SECONDS
     state = None
-    while state != (state := _state(api)):
+    while state != (state := _state(api)) or api.get("/kt/status")["not_stored"]:
         assert time.monotonic() < deadline, state
         time.sleep(1)
     return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from reference.server.fake_server import Answer, fake_server
@@ -79,3 +80,12 @@ def test_a_log_probability_that_is_no_number_is_refused() -> None:
     answers = [answered([None, -1.0], [5, 6])] * 2  # type: ignore[list-item]
     with fake_server(lambda path, body, number: (200, answers)) as fake, pytest.raises(NumericsError, match="row 3"):
         HttpSampler(fake.url, None, SAMPLING).sample("mine", [Asked([5], [1, 2], "row 3")])
+
+
+def test_a_name_that_the_server_does_not_have_is_forgotten_already() -> None:
+    with fake_server(lambda path, body, number: (404 if number == 1 else 500, {})) as fake:
+        sampler = HttpSampler(fake.url, None, SAMPLING)
+        sampler.forget("mine")
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            sampler.forget("mine")
+    assert [path for path, _ in fake.requests] == ["/kt/adapters/mine"] * 2
