@@ -21,8 +21,8 @@ from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.serve.memory.plan import format_bytes
 
-# Entries that the disk tier (`kt_runtime.cache.directory`) or a file system creates in the directory, beside the parts
-# of several ranks.
+# Entries that the disk tier (`kt_runtime.cache.directory`) or a file system creates in the directory, other than the
+# parts of several ranks.
 OWN_NAMES = frozenset({"lock", "index.log", "segments", "quarantine", "probe"})
 FILE_SYSTEMS_NAMES = frozenset({"lost+found"})
 FULL = (errno.ENOSPC, errno.EDQUOT)

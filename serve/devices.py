@@ -45,7 +45,7 @@ def count() -> int:
 
 
 def describe(device: str, asked: str | None) -> Iterator[str]:
-    """A line for the chosen device; none for a CPU that nobody chose, on a machine without a GPU."""
+    """A line for the chosen device; none for a CPU by default, on a machine without a GPU."""
     if device != HOST:
         facts = _facts(gpu_index(device))
         driver = f", driver {facts.driver}" if facts.driver else ""

@@ -1,8 +1,8 @@
-"""Ends a server whose frontend is stopped or hangs: a process beside it, of this file and the standard library alone.
+"""A process that ends a server whose frontend is stopped or hangs. It runs this file and the standard library alone.
 
-Nobody else can. The frontend answers all clients and probes, and watches the server's other processes
+No other process can do it. The frontend answers all clients and probes, and watches the server's other processes
 (`sglang_patch/frontend/stalls.py`). While it is stopped, or its event loop waits for something that never comes,
-clients get silence, and whoever watches the server's exit status sees nothing.
+clients get no answer, and a supervisor that waits for the server's exit status sees nothing.
 
 The frontend's event loop sends a byte every half second (`guarded.py`). The guard looks at the frontend after each
 `LOOK_SECONDS` without one. A look counts if the frontend could not have sent one: a signal has stopped it, or all of
@@ -12,9 +12,9 @@ error, and the kernel ends the server's other processes.
 However the frontend ends, if not by itself, the guard removes files that no later server would know of: what SGLang
 keeps in shared memory under a random name.
 
-Not counted is a look at a frontend with a thread that computes or waits for a processor (the machine is busy), or for a
-disk (the kernel can't end it), or that a debugger has stopped. Looks count and not time: after Ctrl-Z, or in a frozen
-container, the guard was stopped too.
+A look does not count if any thread of the frontend computes or waits for a processor (the machine is busy), waits for a
+disk (the kernel can't end it), or is stopped by a debugger. Looks are counted instead of time, since the guard is
+stopped too after Ctrl-Z and in a frozen container.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Silence:
     def look(self, states: str) -> str:
         """Why the process must be ended, else "". `states`: of its threads, a letter each, as proc_pid_stat(5) has it.
 
-        A look at a process that could go on takes one away: one that gets a processor now and then is not ended.
+        A look at a process that could run takes one away, so a process that gets a processor now and then is not ended.
         """
         alive = set(states) - set(ENDED)
         if not alive or not alive <= {STOPPED, ASLEEP}:

@@ -59,7 +59,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _remove_left(base: Path) -> None:
-    """The directories of servers that were killed: nobody holds their locks."""
+    """Removes the directories of servers that were killed: no process holds their locks."""
     for lock in base.glob("metrics-*.lock"):
         with contextlib.suppress(ConflictError, OSError), exclusive_lock(lock, "a server's metrics"):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)

@@ -43,8 +43,8 @@ def check_ranks(options: ServeOptions, config: Mapping[str, Any]) -> None:
 
 
 def _check_blocks(ranks: int, config: Mapping[str, Any]) -> None:
-    """Of the matrices of a GGUF model that stay quantized: training gives each rank some inputs of those it splits, and
-    a block of weights is not cut."""
+    """Checks the inputs of a GGUF model's quantized matrices. Training gives each rank some inputs of a matrix that it
+    splits, in whole blocks of weights. Raises InvalidValueError."""
     kinds, family = gguf.packed_tensors(config), family_for(config)
     whole = {f"{module.name}.weight" for module in family.lora_modules(config) if module.is_whole}
     for source in family.twin_sources(config) if kinds else ():
@@ -60,8 +60,8 @@ def _check_blocks(ranks: int, config: Mapping[str, Any]) -> None:
 
 
 def _check_rows(ranks: int, config: Mapping[str, Any]) -> None:
-    """Of the same matrices: servers of a registry compare the hash of the packed bytes, in which a rank's rows must be
-    whole blocks to be the bytes of one process."""
+    """Checks the rows of the same matrices. Servers of a registry compare a hash of the packed bytes, which equals that
+    of one process only if each rank's rows are whole blocks. Raises InvalidValueError."""
     kinds, family = gguf.packed_tensors(config), family_for(config)
     modules = {f"{module.name}.weight": module for module in family.lora_modules(config)}
     for name in sorted(kinds.keys() & modules.keys()):

@@ -11,8 +11,8 @@ all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
 
 Graphs: on an accelerator SGLang captures breakable graphs of decode steps and of prefills up to `GRAPH_PREFILL_TOKENS`;
 the experts are an eager break (`gpu/experts.py`). A full graph can't hold them. Decode sizes end with the server's most
-running requests. Longer prefills run without a graph: their launches take little time beside their experts. A CPU has
-no graphs.
+running requests. Longer prefills run without a graph: their experts take much longer than their launches. A CPU has no
+graphs.
 
 Overlapped scheduling (`--disable-overlap-schedule` is always given). The device would allow it: SGLang's forward stream
 waits for the scheduler's before each batch, and training could wait for the forward stream in turn; an adapter's slot

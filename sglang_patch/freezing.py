@@ -40,7 +40,7 @@ def install(hooks: Hooks) -> None:
 
 
 _num_frozen = 0
-"""In all freezes of this process, and of those that it is a fork of, when they made it. Those freed since are counted.
+"""Objects frozen by this process, and by those that it is a fork of until they made it; also those freed since.
 `gc.get_freeze_count` visits each frozen object: for two million 0.08 s, in each process of a server that starts."""
 _frozen_by: int | None = None
 """The process of the last freeze through SGLang's function: a fork's first one is still to come."""

@@ -31,7 +31,7 @@ SYMBOLS = (
     SET_ENVIRONMENT,
 )
 LAST_SECONDS = 5.0
-"""After the end in order: time for the ranks, which host 0's have asked to end."""
+"""Time for the ranks to end after an end in order, for which host 0's ranks have asked them."""
 POLL_SECONDS = 0.5
 
 
@@ -55,7 +55,7 @@ class OtherHost(Protocol):
         ...
 
     def failed(self, failure: Failure) -> None:
-        """This host can't go on. Host 0 hears of it, and says why the server ends; returns after a few seconds."""
+        """This host has failed. Tells host 0, which says why the server ends; returns after a few seconds."""
         ...
 
     def refusal(self) -> KtError | None:

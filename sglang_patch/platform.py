@@ -110,7 +110,7 @@ def _platform_class() -> type:
 
 
 def _accelerator_class() -> type:
-    """For the accelerator of this process, which is not CUDA."""
+    """Platform class for the accelerator of this process, which is not CUDA."""
     import torch
     from sglang.srt.platforms.device_mixin import PlatformEnum
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform

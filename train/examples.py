@@ -35,7 +35,7 @@ class Example:
 
     @classmethod
     def of(cls, ids: Sequence[int] | Integers, trained: Sequence[bool] | Mask, where: str = "") -> Example:
-        """From n + 1 token ids and one flag per id (is it trained on); the first id is no target."""
+        """An example from n + 1 token ids and one flag per id (is it trained on); the first id is no target."""
         whole = np.asarray(ids, np.int32)
         return cls(whole[:-1], whole[1:], np.array(trained[1:], np.bool_), where)
 
@@ -53,7 +53,7 @@ class Example:
         return np.concatenate((self.tokens, self.targets[-1:]))
 
     def contents(self) -> Iterator[bytes]:
-        """For digests: equal contents train the same."""
+        """Bytes for digests: equal contents train the same."""
         yield len(self.tokens).to_bytes(8, "little")
         for array in (self.tokens, self.targets, self.trained):
             yield array.tobytes()

@@ -536,7 +536,7 @@ def _measure_to(
 
 
 def _check_writable(place: Path) -> None:
-    """Before a run of tens of minutes, not after it. Raises InvalidValueError."""
+    """Called before a run of tens of minutes instead of after it. Raises InvalidValueError."""
     directory = place.absolute().parent
     if not directory.is_dir():
         raise InvalidValueError(f"--json {place}: there is no directory {directory}")

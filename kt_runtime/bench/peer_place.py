@@ -10,7 +10,7 @@ from kt_runtime.families.base import integer
 
 CPU = "cpu"
 BESIDES_BYTES = 3 << 30
-"""Of a device's memory, for a peer's activations, KV cache and workspaces."""
+"""Bytes of a device's memory that are left free for a peer's activations, KV cache and workspaces."""
 
 
 @dataclass(frozen=True)

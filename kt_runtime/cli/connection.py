@@ -63,7 +63,7 @@ def _is_of_this_machine(host: str) -> bool:
 
 TIMEOUT_SECONDS = 120.0
 LOAD_SECONDS = 3700.0
-"""For an adapter to be served. The server itself gives up after an hour."""
+"""Longest wait for an adapter to be served. The server itself gives up after an hour."""
 
 
 class ServerAPI:

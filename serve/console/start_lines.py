@@ -10,7 +10,7 @@ from kt_runtime.serve.models.report import ResolvedModel
 from kt_runtime.serve.options.named import ServeOptions
 
 TYPE_NAMES = {"F16": "float16", "F32": "float32"}
-"""By safetensors' names."""
+"""Names of types for people, by safetensors' names."""
 
 
 def describe_model(

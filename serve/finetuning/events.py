@@ -25,7 +25,7 @@ SKIPPED = ("current_steps", "total_steps", "elapsed_time", "remaining_time", "pe
 
 
 class EventLog:
-    """Of one job, for any threads. `place`: its directory; `output`: the trainer's output directory."""
+    """The events of one job; any thread may call it. `place`: the job's directory; `output`: the trainer's."""
 
     def __init__(self, place: Path, output: Path, job_id: str) -> None:
         self._path, self._log, self._job_id = place / EVENTS_FILE, output / LOG_FILE, job_id

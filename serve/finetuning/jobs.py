@@ -115,7 +115,7 @@ class JobStore:
         self._records[record.id] = record
 
     def save(self, record: JobRecord) -> None:
-        """From any thread. The record's state is read under the lock: of two writes at once the newer state stays."""
+        """Callable from any thread. The record's state is read under the lock: of two writes the newer stays."""
         with self._lock:
             write_json(self.place(record.id) / RECORD_FILE, msgspec.to_builtins(record), private=True)
 

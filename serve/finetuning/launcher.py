@@ -1,8 +1,8 @@
 """Becomes the trainer's process: `python -m kt_runtime.serve.finetuning.launcher PARENT ARGUMENTS...`.
 
 The kernel ends it with SIGKILL when the server's process ends, however that happens (prctl(2)): a trainer without its
-server can do nothing, and one that still ran beside the next server would disturb the resumed job. The setting stays
-through exec. It is made here, in a process of one thread, and not between the server's fork and exec.
+server can do nothing, and one that still ran during the next server's life would disturb the resumed job. The setting
+stays through exec. It is made here, in a process of one thread, and not between the server's fork and exec.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ROLLOUTS = "rollouts-"  # before the session's name, the adapter of a reinforcem
 
 
 class Adapters(Protocol):
-    """Of `serve/http/adapters.py`."""
+    """The part of `serve/http/adapters.py: Adapters` that jobs use."""
 
     async def status(self) -> dict[str, Any]: ...
 
@@ -83,7 +83,7 @@ class JobQueue:
         self._background(self._run())
 
     async def close(self) -> None:
-        """At the server's end. A job in training stays so on disk, and the next server resumes it."""
+        """Called at the server's end. A job in training keeps that state on disk, and the next server resumes it."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -104,8 +104,8 @@ class JobQueue:
         return log
 
     async def cancel(self, job: JobRecord) -> None:
-        """The job must not have ended. Its trainer ends beside the caller."""
-        job.status = "cancelled"  # at once: what runs beside looks at it
+        """The job must not have ended. Its trainer is stopped in the background."""
+        job.status = "cancelled"  # at once: the job's other tasks look at it
         await self._end(job, "cancelled", "The job has been cancelled")
         if self._trainer is not None and self._trainer[0] is job:
             self._background(self._trainer[1].stop())
@@ -137,7 +137,7 @@ class JobQueue:
                 self._wake.set()
 
     def _enqueue(self, job: JobRecord) -> None:
-        """A job that was interrupted comes first, then the one created first, whose files may be checked later."""
+        """Interrupted jobs are at the front. The others are in the order of creation, not in that of their checks."""
         bisect.insort(self._waiting, job, key=lambda one: (one.status != "running", one.sequence))
 
     def _prepared(self, job: JobRecord, start: Path | None) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class JobQueue:
                 await self._serve_checkpoint(job, step, path, events)
 
     async def _serve_checkpoint(self, job: JobRecord, step: int, path: Path, events: EventLog) -> None:
-        """Its adapter gets a name; the oldest one beyond CHECKPOINTS_KEPT is unloaded."""
+        """Serves the checkpoint's adapter by a name, and unloads the oldest one beyond CHECKPOINTS_KEPT."""
         name = checkpoint_name(job.result, step)
         try:
             await self._adapters.load(name, str(path), take_over=True)
@@ -273,14 +273,14 @@ class JobQueue:
             await self._end(job, "failed", f"The job failed: {error.message}", "error")
 
     async def _end(self, job: JobRecord, status: Status, message: str, level: Level = "info") -> None:
-        """The event comes first: a client that sees the state finds it."""
+        """Writes the event before the state: a client that sees the state finds the event."""
         job.finished_at = int(time.time())
         await self._note(job, message, level)
         await self._save(job, status)
         self._logs.pop(job.id, None)
 
     async def _save(self, job: JobRecord, status: Status) -> None:
-        """A job that has ended stays so. A disk that refuses the record is logged: the job goes on."""
+        """Keeps the status of a job that has ended. A failure to write the record is logged; the job continues."""
         if not job.has_ended:
             job.status = status
         try:
@@ -319,7 +319,7 @@ def _checkpoints_in(output: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_checkpoints(output: Path) -> None:
-    """Of a job that has ended: nothing resumes from its checkpoints, whose adapters the server has copied."""
+    """For a job that has ended: nothing resumes from its checkpoints, and the server has copied their adapters."""
     for _, path in _checkpoints_in(output):
         shutil.rmtree(path, ignore_errors=True)
 

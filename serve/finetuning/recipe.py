@@ -1,4 +1,4 @@
-"""A job as a recipe of `kt-runtime train`, with its data beside it.
+"""A job as a recipe of `kt-runtime train`, with its data in the same directory.
 
 ROOT/jobs/ftjob-ID/recipe.json
 ROOT/jobs/ftjob-ID/data/dataset_info.json, train.jsonl, valid.jsonl
@@ -30,7 +30,7 @@ EPOCHS: Mapping[MethodName, int] = {"supervised": 3, "dpo": 1, "reinforcement": 
 BATCH, SENT_AT_ONCE, BETA, ANSWERS, ANSWER_TOKENS = 8, 8, 0.1, 8, 1024
 LORA_RANK = 16
 SHARE_OF_STEPS = 0.1
-"""Between two checkpoints, and two evaluations."""
+"""Share of a job's steps between two checkpoints, and between two evaluations."""
 LOGGED_SHARE = 0.001
 CHECKPOINTS_KEPT = 3
 RECIPE_FILE, DATA, START = "recipe.json", "data", "start"

@@ -28,7 +28,7 @@ CHECKS_AT_ONCE = 1  # a thread, and seconds of Python's global lock by turns for
 
 
 class Models(Protocol):
-    """Of `serve/requests/checks/models.py`."""
+    """The part of `serve/requests/checks/models.py: Models` that jobs use."""
 
     name: str
 

@@ -73,7 +73,7 @@ class Follower:
         return self._loop.call(self._meet(say))
 
     def report(self, failure: Failure) -> None:
-        """Tells host 0 that this host's ranks can't go on. Host 0 then says to all why the server ends."""
+        """Tells host 0 that this host's ranks have failed. Host 0 then tells all hosts why the server ends."""
         self._send(Failed(why=failure.why, kind=failure.kind, status=failure.status))
 
     def leave(self) -> None:

@@ -28,7 +28,7 @@ from kt_runtime.sglang_patch.ranks.watch import CAUSE_SECONDS, RankWatch
 logger = logging.getLogger(__name__)
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Of gloo, which connects ranks: the interface whose first address it listens at. Without it, the host name's."""
+"""Variable for gloo, which connects ranks: the interface whose first address it listens at. Unset: the host name's."""
 LOOPBACK = "lo"
 QUEUES = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
 """Turns SGLang's ZMQ queues between ranks off; gloo broadcasts instead. Between hosts the queues would listen at an
@@ -71,8 +71,8 @@ def gathered(
     say: Callable[[str], None],
     jobs: Path | None = None,
 ) -> Iterator[Gathered]:
-    """For as long as the server runs. `options`: as the memory plan has completed them. `adapters`, `jobs`: directories
-    that all hosts must see.
+    """Connects hosts and ranks for the block, in which the server runs. `options`: as the memory plan has completed
+    them. `adapters`, `jobs`: directories that all hosts must see.
 
     An error in the block ends all hosts. Raises InvalidValueError, on all hosts, where they differ.
     """

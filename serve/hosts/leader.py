@@ -67,7 +67,7 @@ class _Other:
 
 class Leader:
     """`facts`: of this host. `adapters`: the directory of adapters, which other hosts must see too. `jobs`: that of
-    fine-tuning jobs, which they must see at the same path: each rank reads the checkpoint of a job that goes on.
+    fine-tuning jobs, which they must see at the same path: each rank reads the checkpoint from which a job resumes.
 
     `leaving`: called, in the thread of the connections, when another host was asked to end.
     """
@@ -152,7 +152,7 @@ class Leader:
             await other.stream.send(agreed)
             self._begin(self._beat(other))
         say(f"{self._place.count} hosts have the same versions, weights and options: {', '.join(addresses)}")
-        del server  # goes on accepting, to say to a host too many that it is
+        del server  # still accepts connections, to tell a host too many that it is one
         return agreed
 
     def _has_answered(self, number: int) -> bool:
@@ -179,7 +179,7 @@ class Leader:
         return problems
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, for as long as it lasts. Whoever says nothing sensible is left alone."""
+        """One connection, for as long as it lasts. Closed without an answer if it does not begin with a `Hello`."""
         stream = Stream(reader, writer)
         other: _Other | None = None
         try:
@@ -223,7 +223,7 @@ class Leader:
         return ""
 
     def _lost(self, other: _Other, error: Exception) -> None:
-        """Before the agreement a host may come again; afterwards the ranks can't go on without it."""
+        """Before the agreement a host may connect again. Afterwards the server fails: ranks need all hosts."""
         if self.store is None:
             self._others.pop(other.hello.number, None)
         elif not self.shared.ended.is_set():

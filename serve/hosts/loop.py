@@ -1,7 +1,7 @@
 """A host's side of the connections between hosts: an event loop in a thread of its own.
 
-The main thread waits in it for the agreement, and afterwards loads the model and serves. Messages go on meanwhile, also
-while the main thread imports modules or waits for ranks.
+The main thread waits in it for the agreement, and afterwards loads the model and serves. The loop also sends and
+receives messages while the main thread imports modules or waits for ranks.
 """
 
 from __future__ import annotations

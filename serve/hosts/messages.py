@@ -60,14 +60,14 @@ class ProcessLook(msgspec.Struct, kw_only=True):
 
 
 class Alive(msgspec.Struct, tag="alive", kw_only=True):
-    """Once a second, both ways. `has_ranks`: the host has started its ranks. `processes`: those that live."""
+    """Sent once a second, both ways. `has_ranks`: the host has started its ranks. `processes`: those that live."""
 
     has_ranks: bool = False
     processes: list[ProcessLook] = msgspec.field(default_factory=list)
 
 
 class Failed(msgspec.Struct, tag="failed", kw_only=True):
-    """To host 0: the ranks can't go on."""
+    """To host 0: the sender's ranks have failed."""
 
     why: str
     kind: int
@@ -131,7 +131,7 @@ class Stream:
         return received  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Sends what is left, and ends the connection."""
+        """Sends what is still buffered, and ends the connection."""
         self._writer.close()
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._writer.wait_closed(), 1.0)

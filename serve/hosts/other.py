@@ -19,7 +19,7 @@ from kt_runtime.wire.address import private_directory
 
 class ServingHost:
     """`number`: this host's. `scratch`: a directory for SGLang's temporary files, removed at the end. `wire_address`:
-    beside it a rank leaves the reason why it has refused the model."""
+    a rank that refuses the model leaves the reason in a file next to this socket."""
 
     def __init__(self, gathered: Gathered, number: int, scratch: Path, wire_address: str, console: Console) -> None:
         assert gathered.follower is not None and gathered.watch is not None

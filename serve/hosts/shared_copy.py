@@ -21,8 +21,8 @@ async def shared_copy(path: str, adapters: Path) -> AsyncIterator[str]:
     """The path of a copy of the adapter at `path` in `adapters`, for as long as the block runs. Errors in the block
     that name the copy name `path` instead. Raises InvalidValueError where it can't be copied.
 
-    A path without an adapter is not copied: whoever reads it says so. A server that was killed leaves the copy behind,
-    and the next one's start removes it (`remove_unfinished`).
+    A path without an adapter is not copied; the error comes from reading it. A server that was killed leaves the copy
+    behind, and the next one's start removes it (`remove_unfinished`).
     """
     source, copy = Path(path), adapters / f"{TEMPORARY_PREFIX}load-{secrets.token_hex(8)}{Path(path).suffix}"
     found = await asyncio.to_thread(_copied, source, copy)

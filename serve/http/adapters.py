@@ -24,7 +24,7 @@ from kt_runtime.wire.messages import AnyRequest
 
 STATUS_SECONDS, CHANGE_SECONDS, HASH_SECONDS = 15.0, 300.0, 5.0
 LOAD_SECONDS = 3600.0
-"""Beside streams an adapter of 3 GB takes a minute, and longer the longer their steps take."""
+"""While streams decode, an adapter of 3 GB takes a minute, and longer the longer their steps take."""
 MAX_PATH_CHARACTERS = 4096
 
 

@@ -47,7 +47,7 @@ class ApiKey:
 
 
 def digests_of(offered: bytes) -> list[bytes]:
-    """Of a credential. "tml-" before the key is ignored: Tinker's SDK sends no key without it."""
+    """Digests of a credential, with and without "tml-" before the key: Tinker's SDK sends no key without it."""
     rest = offered.removeprefix(TINKER_PREFIX)
     return [hashlib.sha256(one).digest() for one in ([offered] if rest == offered else [offered, rest])]
 

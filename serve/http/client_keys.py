@@ -30,13 +30,13 @@ from kt_runtime.sglang_patch.frontend.overload import OverLimit
 MAX_FILE_BYTES = 1 << 20
 MAX_LIMIT = 1_000_000_000
 RETRY_SECONDS = 1
-"""What a client is told to wait for the end of its own requests, whose time nobody knows."""
+"""Retry-After for a client that waits for the end of its own requests, whose time is unknown."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one client. None: no limit."""
+    """The limits of one client. None: no limit."""
 
     requests_at_once: int | None = None
     requests_per_minute: int | None = None

@@ -2,7 +2,7 @@
 
 The route needs no key, so that load balancers and orchestrators can poll it. Concurrent requests share one answer, and
 a good answer is reused for `SECONDS`. While the engine is stalled (`sglang_patch/frontend/stalls.py`), `/health` and
-`/ready` answer 503 at once: SGLang's `/health` waits for 20 s, and its `/ready` asks nobody.
+`/ready` answer 503 at once: SGLang's `/health` waits for 20 s, and its `/ready` does not ask the engine.
 
 SGLang's route compares times of the wall clock. A clock that is set forward makes it red, one that is set back lets it
 wait until that time has come again. So a request during which the clock jumps is dropped, and another one is made.
@@ -20,7 +20,7 @@ from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Sen
 PATH, READY = "/health", "/ready"
 SECONDS = 1.0  # a hung engine is to be seen within 5 s
 LOOK_SECONDS = 0.25
-JUMP_SECONDS = 0.5  # of the wall clock beside the monotonic one; adjusting it (NTP) is far slower
+JUMP_SECONDS = 0.5  # of the wall clock, by the monotonic one; adjusting it (NTP) is far slower
 
 
 class SharedHealth:

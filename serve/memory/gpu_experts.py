@@ -81,7 +81,7 @@ def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_
 
 
 def hot_scratch_bytes(options: ServeOptions, config: Mapping[str, Any]) -> int:
-    """Of the GPU's memory, for dequantized weights of hot experts that are held as published."""
+    """Bytes of GPU memory for the dequantized weights of hot experts that are held as published."""
     import torch
 
     from kt_runtime.experts import ExpertShape

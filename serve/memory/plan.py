@@ -64,7 +64,7 @@ class ServingShape:
     `cache`: the prefix cache's tiers. `route_bytes`: of the routes that a rank keeps. `tokens_option`: the option that
     sets the KV cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized
     weights. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring;
-    `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the
+    `ring_bytes`: of its slots; `streamed_bytes`: of a streamed call's other tensors. `runs_jobs`: the
     fine-tuning API is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`,
     `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear
     attention's states, for a model that has it. `ranks`: processes of this host that compute the model together.
@@ -183,8 +183,9 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 
 
 def _columns_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of the ranks of all hosts: what they hold of split layers and of the head for backward, beside their rows. Ranks
-    of one host hold one layer at a time, and what stays quantized always (`resident/twin/split.py`)."""
+    """Bytes, on all hosts, of the columns of split layers and of the head that ranks hold for backward in addition to
+    their rows. Ranks of one host hold one layer at a time; what stays quantized is always held
+    (`resident/twin/split.py`)."""
     if shape.ranks * shape.hosts == 1 or shape.training_sessions == 0:
         return 0
     kinds = gguf.packed_tensors(config) if shape.device == "cpu" else {}
@@ -206,7 +207,7 @@ def _split_matrices(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, 
 
 
 def _whole_parameters(config: Mapping[str, Any]) -> int:
-    """Of linear layers beside routed experts that every rank has whole."""
+    """Parameters of linear layers, other than routed experts, that every rank has whole."""
     modules = family_for(config).lora_modules(config)
     return sum(
         module.in_features * module.out_features for module in modules if module.group != EXPERTS and module.is_whole
@@ -397,9 +398,10 @@ def _absorbed_parameters(config: Mapping[str, Any]) -> int:
 
 
 def _activation_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
-    """Of one rank: one hidden state per layer (checkpoints), one layer recomputed in full, and one chunk of logits in
-    fp32. Of several ranks each keeps its columns of the checkpoints, and holds in float32 the outputs of its experts
-    for all their tokens, and its columns of all experts' outputs (`kt_runtime/ranks/experts.py`)."""
+    """Bytes of one rank's activations: one hidden state per layer (checkpoints), one layer recomputed in full, and one
+    chunk of logits in fp32. One of several ranks keeps its columns of the checkpoints only. It also holds, in float32,
+    the outputs of its experts for all their tokens and its columns of all experts' outputs
+    (`kt_runtime/ranks/experts.py`)."""
     if shape.training_sessions == 0:
         return 0
     ranks = shape.ranks * shape.hosts

@@ -86,7 +86,7 @@ def with_lora_slots(options: ServeOptions, config: Mapping[str, Any]) -> ServeOp
 
     On a CPU one for each request that runs, and one for the base: a slot takes the memory of its adapter, and the
     runtime keeps the sum within the budget. A GPU's slots are allocated for the highest rank: as many as fit. Raises
-    InvalidValueError if the memory does not hold an adapter beside the base.
+    InvalidValueError if the memory does not hold the base and an adapter.
     """
     if options.lora_memory_bytes is None:
         return options
@@ -104,7 +104,7 @@ def with_lora_slots(options: ServeOptions, config: Mapping[str, Any]) -> ServeOp
 
 
 def rank_lora_bytes(options: ServeOptions) -> int | None:
-    """Of the adapters in a rank's slots: an even part of what this host may have."""
+    """Bytes that the adapters in a rank's slots may have: an even part of the host's. None: no limit."""
     ranks = options.tp_size // options.nnodes
     return None if options.lora_memory_bytes is None else options.lora_memory_bytes // ranks
 
@@ -152,7 +152,7 @@ def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> 
 
 
 def least_bytes(config: Mapping[str, Any], name: str, *, with_gpu: bool) -> int:
-    """Of a server with the lowest of LORA_RANKS and else its own options, on all devices together."""
+    """Bytes that a server with default options and the lowest of LORA_RANKS needs, on all devices together."""
     options = ServeOptions(model=name, max_lora_rank=LORA_RANKS[-1])
     plan = plan_memory(config, serving_shape(options, with_gpu=with_gpu), name)
     return sum(plan.total_bytes(device) for device in plan.devices())
@@ -161,7 +161,7 @@ def least_bytes(config: Mapping[str, Any], name: str, *, with_gpu: bool) -> int:
 def _with_ring(
     shape: ServingShape, config: Mapping[str, Any], free_bytes: int, name: str, *, is_needed: bool
 ) -> ServingShape:
-    """`shape` with the largest ring for which the GPU has room beside all else. Without any room `shape` has no ring,
+    """`shape` with the largest ring that the GPU holds with all else. Without any room `shape` has no ring,
     or, if one `is_needed`, the smallest."""
     from kt_runtime.experts import ExpertShape  # imports torch
     from kt_runtime.experts.gpu.sizes import ring_bytes, ring_chunk_experts, streaming_bytes

@@ -1,9 +1,9 @@
-"""A GGUF file as `--model`: a small directory that stands for it, with everything that SGLang reads beside weights.
+"""A GGUF file as `--model`: a small directory that stands for it, with everything that SGLang reads except weights.
 
 The directory lies in the user's cache and holds config.json, made from the file's keys; the tokenizer; and an empty
 safetensors file, which SGLang asks for. Weights stay where they are: config.json names the model's files, from which
 the expert store and SGLang's loader (`sglang_patch/cpu/weights.py`) read. The directory is made anew when a file, or a
-tokenizer beside it, has changed.
+tokenizer next to it, has changed.
 """
 
 from __future__ import annotations

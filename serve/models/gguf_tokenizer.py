@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF model: the files beside it if there are any, else made from the file's keys.
+"""The tokenizer of a GGUF model: the files next to it if there are any, else made from the file's keys.
 
 A file stores byte-level BPE (`tokenizer.ggml.model` "gpt2") as tokens by id, their types, and merges; how text is split
 first it only names (`tokenizer.ggml.pre`). The patterns here are those of the models' own tokenizer.json. For any other
-kind of tokenizer, and any other name, put tokenizer.json and tokenizer_config.json beside the file.
+kind of tokenizer, and any other name, put tokenizer.json and tokenizer_config.json next to the file.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _tokenizer(file: GgufFile) -> bytes:
 
 
 def _settings(file: GgufFile) -> bytes:
-    """tokenizer_config.json: the special tokens, whether one comes first, and the chat template."""
+    """tokenizer_config.json: the special tokens, whether a text begins with one, and the chat template."""
     tokens, _ = _tokens(file)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):

@@ -26,7 +26,7 @@ MODELS_VARIABLE = "KT_RUNTIME_MODELS"
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """A validated checkpoint. `name`: its name at the server. `config`: the content of config.json. `types`: of its
-    weights; None where nobody has looked."""
+    weights; None: not read."""
 
     name: str
     directory: Path

@@ -58,7 +58,7 @@ class CachePlan:
 
     @property
     def host_slots(self) -> int:
-        """Of the host tier's pool of states: SGLang multiplies the device's by the same ratio, and adds one."""
+        """Slots of the host tier's pool of states: SGLang multiplies the device's by the same ratio, and adds one."""
         return int(self.state_slots * self.host_ratio) + 1 if self.host_tokens and self.state_slots else 0
 
     @property

@@ -46,7 +46,7 @@ LOWEST_VALUES = {
 }
 LARGEST_PAGE_TOKENS = 1024
 STREAMING = ("auto", "off")
-"""Values of `--stream-experts` beside a number of tokens."""
+"""Values of `--stream-experts` other than a number of tokens."""
 Pins = Mapping[int, tuple[int, ...]]
 """Layer -> its experts that a placement file pins to the device."""
 GpuExpertsFormat = Literal["auto", "published", "model"]

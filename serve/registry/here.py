@@ -1,4 +1,4 @@
-"""What a replica needs of its own server, called from threads beside the event loop."""
+"""What a replica needs of its own server, called from threads other than the event loop's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Here(Protocol):
     """Methods raise KtError. Each may be called from any thread but the event loop's."""
 
     def fingerprint(self) -> str:
-        """Of the weights; empty until it is known and the adapters of an earlier run are served again."""
+        """The fingerprint of the weights; empty until it is known and an earlier run's adapters are served again."""
         ...
 
     def stored(self, name: str, version: str) -> Path | None:

@@ -36,7 +36,7 @@ def joining(
     """None without `--registry`. `adapters`: the adapter directory, which keeps the replica's name.
 
     Raises InvalidValueError for a place that can't be a registry, ConflictError for the registry of another model. A
-    registry that this server has joined before and that is not there now is a note: serving goes on without it.
+    registry that this server has joined before and that is not there now is a note: the server serves without it.
     """
     if options.registry is None:
         return None

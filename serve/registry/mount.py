@@ -22,7 +22,7 @@ from kt_runtime.serve.registry.replica import Replica
 async def replica_of(
     asked: Joining | None, adapters: Adapters, names: NamesServer, directory: Path, door: FrontDoor
 ) -> AsyncIterator[None]:
-    """In step with the registry inside the block. `directory`: of published versions. `asked` None: no registry."""
+    """Runs a replica in the block. `directory`: of published versions. `asked` None: no registry."""
     if asked is None:
         yield
         return

@@ -51,7 +51,7 @@ class Peers:
             ]
 
     def latest(self) -> list[Peer]:
-        """By name."""
+        """The replicas' latest heartbeats, sorted by name."""
         now = self._clock()
         with self._lock:
             return [Peer(beat, now - since, offset) for _, (beat, since, offset) in sorted(self._seen.items())]

@@ -10,7 +10,7 @@ back, one job of a name at a time. Whatever the registry does, requests are serv
 - A move that this module asked for is known by its version's hash; every other move is the server's own.
 
 What a restart must know is in `state.json`. A change of an earlier run that never reached the registry is published if
-nobody has published the name since; otherwise the registry's revision is taken, and the log says so.
+no replica has published the name since; otherwise the registry's revision is taken, and the log says so.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ logger = logging.getLogger(__name__)
 
 MAX_JOBS = 4
 STORING_SECONDS = 0.01
-"""Between two looks for a version that the resident is writing."""
+"""Pause between two looks for a version that the resident is writing."""
 LEAST_PAUSE_SECONDS = 0.03
-"""Between two looks at the registry."""
+"""Least pause between two looks at the registry."""
 PATIENCE_SECONDS = 2.0
 """After so long, the report says why a version is not on disk."""
 RETRY_SECONDS = 1.0
-"""Between two looks at a registry that fails."""
+"""Pause between two looks at a registry that fails."""
 BEAT_SECONDS = 2.0
 CLOSING_SECONDS = 3.0
 LONGEST_SHARE = 0.2
-"""Of the time that looking may take: a slow registry is looked at less often."""
+"""Largest share of the time that looking may take: a slow registry is looked at less often."""
 
 
 @dataclass(frozen=True)
 class About:
-    """For people: `place` of the registry, `url` of this server, `model`. `shape`: as in `Base`."""
+    """Facts for people: `place` of the registry, `url` of this server, `model`. `shape`: as in `Base`."""
 
     place: str
     url: str

@@ -17,7 +17,7 @@ from kt_runtime.files import write_file
 logger = logging.getLogger(__name__)
 
 DIRECTORY, FILE = ".registry", "state.json"
-"""In the adapter directory. No adapter's name begins with a dot."""
+"""The state's directory, in the adapter directory, and its file. No adapter's name begins with a dot."""
 
 
 class Pending(msgspec.Struct, kw_only=True, frozen=True):

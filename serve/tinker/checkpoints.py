@@ -1,4 +1,4 @@
-"""What Tinker clients saved, on disk: paths of the form tinker://RUN/KIND/NAME, and records beside the weights.
+"""What Tinker clients saved, on disk: paths of the form tinker://RUN/KIND/NAME, and records next to the weights.
 
     ROOT/RUN/run.json                           `RunRecord`
     ROOT/RUN/weights/NAME/                      a training checkpoint: the resident's `save`, a PEFT directory

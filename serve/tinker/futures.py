@@ -88,7 +88,7 @@ class Futures:
         return future
 
     def finish(self, future: Future, outcome: Result | Failure) -> None:
-        """Once for each future; a later outcome is ignored."""
+        """Sets the outcome, once for each future; a later one is ignored."""
         if future.outcome is not None:
             return
         future.outcome, future.finished_at = outcome, self._now()

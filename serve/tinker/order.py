@@ -1,8 +1,8 @@
 """The order of one run's calls: `seq_id` 1, 2, 3, ..., which may arrive in any order.
 
 Clients send a batch in chunks at once, the first chunk last, and do not wait for one call before they send the next.
-A call waits until every earlier one has been taken. A gap that stays open too long is given up: the calls behind it
-end with an error, and the order goes on after them.
+A call waits until every earlier one has been taken. A gap that stays open too long is given up: the calls that wait
+behind it end with an error, and later calls are taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The routes of the Tinker API. Bodies are JSON, or protobuf for training calls; protobuf may be compressed with zstd.
 
-An error of a request that has a place in a run's order is a failed future, so that the run goes on after it. Other
-errors are answers {"detail": ...} with a status that makes the SDK raise at once (400, 404, 410), or try again (429,
-503).
+An error of a request that has a place in a run's order is a failed future, so that later requests of the run are
+taken. Other errors are answers {"detail": ...} with a status that makes the SDK raise at once (400, 404, 410), or try
+again (429, 503).
 """
 
 from __future__ import annotations

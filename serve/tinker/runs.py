@@ -32,7 +32,7 @@ class _Call:
 
 
 async def outcome_of(work: Awaitable[Result], what: str) -> Result | Failure:
-    """The result, or the error as clients see it. An error that nobody raised on purpose is logged."""
+    """The result, or the error as clients see it. An unexpected error is logged."""
     try:
         return await work
     except KtError as error:

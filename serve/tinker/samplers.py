@@ -66,7 +66,7 @@ class Samplers:
         self._reserved = reserved
         self.naming = asyncio.Lock()
         self.versions: dict[str, str] = {}
-        """Of serving copies: lora_id -> the version's hash."""
+        """Versions of serving copies: lora_id -> the version's hash."""
         self._samplers: dict[str, Sampler] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
 

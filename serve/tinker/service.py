@@ -87,7 +87,7 @@ class TinkerService:
                 self.finish_session(session)
 
     async def close(self) -> None:
-        """At the server's end; the resident ends too, so nothing is freed there."""
+        """Called at the server's end; the resident ends too, so nothing is freed there."""
         for run in self._runs.values():
             run.cancel()
         for task in self._tasks:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Prefetches:
-    """Of this rank, since its start. Each count has one thread that writes it."""
+    """Counts of this rank's prefetches since its start. Each count has one thread that writes it."""
 
     asked: int = 0
     answered: int = 0

@@ -7,7 +7,7 @@ reads.
 
 `serve/models/gguf_model.py` says in the config which layers these are: those of the native step's table and the head,
 where all of a layer's tensors have a type that the kernels multiply. SGLang's modules (`linear.py`), the native step
-and the training twin multiply by the same packed matrix. Beside an accelerator they are dequantized.
+and the training twin multiply by the same packed matrix. On a server with an accelerator they are dequantized.
 
 All layers that ranks split are split by outputs, which are rows: a rank packs its rows of each tensor, and no block is
 cut. Training needs columns of all rows, too (`resident/twin/split.py`); the files stay open for that.

@@ -81,12 +81,12 @@ def begin(tokens: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 def rows() -> torch.Tensor | None:
-    """[M, T, K] int32, which takes the experts of the present batch; None: nobody wants them."""
+    """[M, T, K] int32, which takes the experts of the present batch; None: they are not recorded."""
     return None if _batch is None else _batch.routes
 
 
 def note(layer: int, ids: torch.Tensor) -> None:
-    """The experts [T, K] of one layer of the present batch, if somebody wants them."""
+    """The experts [T, K] of one layer of the present batch, if they are recorded."""
     if _batch is not None and ids.shape == _batch.routes.shape[1:]:
         _batch.routes[_places[layer]] = ids
 

@@ -123,7 +123,7 @@ def not_exact() -> str:
 
 
 def decoded() -> Decoded:
-    """Since the start, or since `forget`."""
+    """Counts of decoded tokens since the start, or since `forget`."""
     return replace(_decoded)
 
 
@@ -192,7 +192,7 @@ def layer_buffers(runner: Any) -> list[tuple[torch.Tensor, ...]]:
 
 
 def kv_buffers(pool: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Of each layer with keys its keys and values, or, for latent attention, the latents with their rotary keys."""
+    """The KV buffers of each layer with keys: keys and values, or latents with their rotary keys (latent attention)."""
     pool = delta_step.attending_pool(pool)
     if hasattr(pool, "kv_buffer"):
         return [(buffer,) for buffer in pool.kv_buffer]
@@ -208,7 +208,7 @@ def forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`. Work on adapters gives way meanwhile."""
+    """OLMoE's and Qwen3-Next's have no `pp_proxy_tensors`. Background work on adapters pauses meanwhile."""
     mode = forward_batch.forward_mode
     with BATCHES.computing(is_prompt=mode.is_extend() and not mode.is_mixed(), is_step=mode.is_decode()):
         return _forward(original, model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)

@@ -41,7 +41,7 @@ SYMBOLS = (
 )
 
 PARTS = "kt_parts"
-"""Of a merged linear of SGLang's: the rows of each of transformers' linears in it (`delta.lora`)."""
+"""Attribute of a merged linear of SGLang's: the rows of each of transformers' linears in it (`delta.lora`)."""
 
 
 def install(hooks: Hooks) -> None:
@@ -74,7 +74,7 @@ def built_with_parts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> No
 
 
 def weights_of(layer: Any) -> DeltaWeights:
-    """Of SGLang's `RadixLinearAttention`, whose attributes are views of the layer's parameters."""
+    """Weights of SGLang's `RadixLinearAttention`, whose attributes are views of the layer's parameters."""
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     return DeltaWeights(heads, layer.conv_weights.detach(), layer.A_log.detach(), layer.dt_bias.detach())
 

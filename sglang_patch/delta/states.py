@@ -89,6 +89,6 @@ def state_arguments(options: Options, family: Family, on_cpu: bool) -> list[str]
 
 
 def slot_bytes(config: Mapping[str, Any], number_bytes: int) -> int:
-    """Of one sequence's state. `number_bytes`: of the model's dtype. 0 for a model without states."""
+    """Bytes of one sequence's state; 0 for a model without states. `number_bytes`: of a number of the model's dtype."""
     of_dtype, of_float32 = family_for(config).state_numbers(config)
     return of_dtype * number_bytes + of_float32 * 4

@@ -21,7 +21,7 @@ SYMBOLS = (
 
 
 def attending_backend(backend: Any) -> Any:
-    """That of the layers with keys."""
+    """The backend of the layers with keys."""
     return getattr(backend, "full_attn_backend", backend)
 
 
@@ -37,8 +37,8 @@ def attending_layers(model: Any) -> dict[int, Any]:
 
 
 def kept_by_layers(model: Any, kv: list[tuple[torch.Tensor, ...]], requests: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Of each layer its buffers of `kv`, the layers with keys in order, or the convolution's inputs and the states in
-    the pool `requests` (`experts.step.GatedDelta`)."""
+    """The buffers of each layer. A layer with keys has the next one of `kv`. Another layer has the convolution's inputs
+    and the states, in the pool `requests` (`experts.step.GatedDelta`)."""
     buffers = iter(kv)
     attending = attending_layers(model)
     kept: list[tuple[torch.Tensor, ...]] = []

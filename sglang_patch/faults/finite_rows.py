@@ -153,7 +153,7 @@ def mark_requests(scheduler: Any, batch: Any) -> None:
 
 
 def noted_by_any(exchange: Exchange, found: list[int], num_requests: int) -> list[int]:
-    """Of all ranks: each sees the keys and values of its own heads only, but all must end the same requests."""
+    """The requests that any rank has noted. A rank sees its own heads only, but all must end the same requests."""
     noted = torch.zeros((num_requests, 1), dtype=torch.int32)
     noted[found] = 1
     return exchange.all_columns(noted).any(1).nonzero().squeeze(1).tolist()

@@ -2,7 +2,7 @@
 
 Symbol (SGLang 0.5.23): `model_executor.model_runner.ModelRunner.load_model`. Reason: SGLang logs a traceback and sends
 a signal to the parent process, which then knows only that a process has died. So the scheduler's process writes the
-error's text to a file beside its socket, which the frontend's process reads.
+error's text to a file next to its socket, which the frontend's process reads.
 """
 
 from __future__ import annotations

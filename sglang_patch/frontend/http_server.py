@@ -101,7 +101,7 @@ ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.bac
 class Engine:
     """The part of SGLang that the rest of the frontend may use, in SGLang's event loop.
 
-    `shared_memory`: the file in which the scheduler states its load. Nobody removes it where this process is killed.
+    `shared_memory`: the file in which the scheduler states its load. It stays if this process is killed.
     """
 
     manager: FrontendManager
@@ -201,7 +201,7 @@ class Frontend(Protocol):
 
     @property
     def watch(self) -> RankWatch | None:
-        """Of the ranks of this host; None for a server of one rank."""
+        """The watch of this host's ranks; None for a server of one rank."""
         ...
 
     def ranks_elsewhere(self) -> Mapping[str, Look]:
@@ -433,7 +433,7 @@ class _Server:
         self._fail(failure.why, failure.status)
 
     def _fail(self, why: str = "", status: int = 1) -> None:
-        """Ends the server, once, whichever thread comes first."""
+        """Ends the server, once; any thread may call it."""
         watch, watchdog = self.frontend.watch, None if self.manager is None else self.manager._subprocess_watchdog
         if not why and watch is not None:
             if not watch.claim():
@@ -476,7 +476,7 @@ class _Server:
         psutil.wait_procs(self._ending, timeout=ENGINE_EXIT_SECONDS)
 
     def remove_shared_memory(self) -> None:
-        """SGLang's scheduler makes this file, in which it states its load, and nobody removes it."""
+        """Removes the file in which SGLang's scheduler states its load. SGLang itself leaves it behind."""
         if self._shared_memory is not None:
             self._shared_memory.unlink(missing_ok=True)
 

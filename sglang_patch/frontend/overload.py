@@ -6,8 +6,8 @@ SGLang 0.5.23's routes answer every ValueError with status 400, some of them aft
 
 A client with a key of its own (`serve/http/client_keys.py`) may have a limit of tokens. SGLang knows those of a prompt
 in `TokenizerManager._validate_one_request`, those of an answer in `._handle_batch_output`; `manager.py` overrides both.
-The client's request comes there in a context variable, and goes on in SGLang's request, which is copied for several
-answers.
+The client's request reaches the first in a context variable, and the second in SGLang's request, which is copied for
+several answers.
 
 Does not import SGLang.
 """
@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 DEFAULT_NEW_TOKENS = 128
-"""Of SGLang's `SamplingParams`, for a request that names no number."""
+"""Default of SGLang's `SamplingParams`, for a request that names no number."""
 
 
 class Counted(Protocol):

@@ -12,7 +12,7 @@ stays green for 20 s. All times are monotonic: the wall clock may jump.
 A long batch and a training slice use the processor, so neither is a stall; nor is a process that computes for ever,
 which SGLang's own watchdog ends after 300 s.
 
-Of several ranks none goes on without the others: once one of them has been stopped, or all have hung, for
+Of several ranks none can work without the others: once one of them has been stopped, or all have hung, for
 `RANK_SECONDS`, the server ends. Ranks of other hosts count too: one that computes there is no stall here.
 
 While the engine is stalled, `/health` and `/ready` answer 503 and new requests are refused with 503. After
@@ -36,8 +36,8 @@ SILENT_SECONDS = 2.0  # without any message while requests wait; then one token 
 HUNG_SECONDS = 4.0  # without any message, also not about that token
 GRACE_SECONDS = 10.0
 RANK_SECONDS = 3.0
-# Of a main thread's processor time in `HUNG_SECONDS`. A thread that polls uses less; one that computes beside fifty
-# busy programs on two processors uses more.
+# Share of `HUNG_SECONDS` for which a main thread that works uses a processor, at least. A thread that only polls uses
+# less; one that computes while fifty busy programs share two processors uses more.
 BUSY_SHARE = 0.01
 
 

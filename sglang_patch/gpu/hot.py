@@ -99,7 +99,7 @@ def step(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: A
 
 
 def turn() -> None:
-    """Once per turn of the scheduler's loop, between two batches."""
+    """Called once per turn of the scheduler's loop, between two batches."""
     if _hot is not None:
         _hot.turn()
 
@@ -115,7 +115,7 @@ def not_exact() -> str:
 
 
 def status() -> GpuExperts | None:
-    """For `/kt/status`; None without hot experts."""
+    """Facts for `/kt/status`; None without hot experts."""
     if _hot is None:
         return None
     use = _hot.use()

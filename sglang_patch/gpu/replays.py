@@ -37,7 +37,7 @@ SYMBOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """`num_tokens`: rows that belong to requests; they come first, padding follows."""
+    """`num_tokens`: rows that belong to requests. Rows of padding follow them."""
 
     num_tokens: int
 
@@ -52,7 +52,7 @@ def install(hooks: Hooks) -> None:
 
 def replay(original: Callable[..., Any], backend: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
     """SGLang passes the batch of the requests to a decode step, and a padded copy to a prefill, whose number of tokens
-    it keeps beside it. A decode step has one token of each request."""
+    it keeps separately. A decode step has one token of each request."""
     global _replay
     from sglang.srt.model_executor.runner_utils.prefill_graph import get_prefill_raw_num_tokens
 

@@ -39,7 +39,7 @@ LARGEST_SHARE_OF_FREE_MEMORY = 4
 """The ring takes at most one part in so many of the device's free memory: the KV cache needs the rest."""
 
 MOST_TOKENS = 4096
-"""Of the calls with which the threshold is measured."""
+"""Most tokens of a call with which the threshold is measured."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def step(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: A
 
 
 def status() -> ExpertStreaming | None:
-    """For `/kt/status`; None if no experts stream."""
+    """Facts for `/kt/status`; None if no experts stream."""
     if _streaming is None:
         return None
     return ExpertStreaming(

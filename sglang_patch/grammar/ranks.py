@@ -51,7 +51,7 @@ def install(hooks: Hooks) -> None:
 
 
 def tell(exchange: Exchange, numbers: Sequence[int]) -> None:
-    """On rank 0; the others `hear` as many numbers."""
+    """Sends numbers from rank 0; the other ranks `hear` as many."""
     exchange.rows_of_first(torch.tensor(numbers, dtype=torch.int32).view(-1, 1), len(numbers))
 
 
@@ -216,7 +216,7 @@ def do_not_agree(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> No
 
 
 def ready_requests(original: Callable[..., list[Any]], manager: Any) -> list[Any]:
-    """The requests of the queue that go on or end, in the same order on all ranks."""
+    """The requests of the queue that are ready or have failed, in the same order on all ranks."""
     exchange = group.exchange()
     if exchange is None:
         return original(manager)

@@ -6,7 +6,7 @@ and concatenates them in Python loops, requires q with v, fills missing parts wi
 folding the experts' scaling into the rounded B.
 
 Nothing is joined here: a slot is filled part by part (`pool.py`). Tensors that have the pool's dtype are not copied: an
-adapter of gigabytes is in memory once, beside its slot.
+adapter of gigabytes is in memory once, in addition to its slot.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class InstalledAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors; what has no pair takes none."""
+        """Bytes of the tensors; a part without a pair takes none."""
         pairs = (part.pair for parts in self.weights.values() for part in parts)
         return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs if pair is not None)
 

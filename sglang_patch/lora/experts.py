@@ -143,7 +143,7 @@ def layer_class() -> type:
             return result
 
         def adapters(self, num_tokens: int) -> tuple[Sequence[LoraSlot], torch.Tensor | None]:
-            """Of the batch that SGLang prepared last; none if it has no adapter with LoRA on experts."""
+            """The slots and each token's slot of the batch that SGLang prepared last; empty without LoRA on experts."""
             batch = getattr(self.lora_backend, "expert_batch", None)
             if self.lora_backend.get_batch_info() is None or batch is None or not batch.slots:
                 return (), None

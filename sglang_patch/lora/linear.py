@@ -45,7 +45,7 @@ class Segment:
 
 
 def segments(batch: Any) -> list[Segment]:
-    """Of SGLang's `TorchNativeLoRABatchInfo`; tokens without an adapter are left out.
+    """The segments of `batch`, SGLang's `TorchNativeLoRABatchInfo`; tokens without an adapter are left out.
 
     All layers of a batch ask for them: the list is kept with the batch, for the tensor from which it was made.
     """

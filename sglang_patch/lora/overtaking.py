@@ -4,8 +4,8 @@ SGLang (0.5.23) lets every waiting request run whose adapter runs already. While
 pause, the slots of these adapters never become free, and a request for another one never runs. SGLang's own remedy,
 `LoRADrainer`, counts slots but not the memory that adapters take, and measures by the clock, which differs by rank.
 
-Here, once a request was refused for `PATIENCE_BATCHES` batches, only adapters that fit beside its own take new
-requests. The running requests of the others end, their slots become free, and the request runs. All of that follows
+Here, once a request was refused for `PATIENCE_BATCHES` batches, only adapters that fit together with its own take
+new requests. The running requests of the others end, their slots become free, and the request runs. All of that follows
 from batches and queues, which are equal on all ranks.
 """
 
@@ -19,7 +19,8 @@ PATIENCE_BATCHES = 32
 
 
 class Overtaking:
-    """Of one scheduler. Requests are SGLang's `Req`; read: `.lora_id`, `.output_ids` and `.sampling_params`.
+    """Which requests of one scheduler may run. They are SGLang's `Req`; read: `.lora_id`, `.output_ids` and
+    `.sampling_params`.
 
     `could_hold`: whether one batch could have all these adapters. `is_coming`: whether an adapter is being copied into
     a slot already.
@@ -31,7 +32,7 @@ class Overtaking:
         self._beside: set[str | None] = set()
 
     def begin(self, batch: int, waiting: Iterable[Any], running: Sequence[Any]) -> None:
-        """Before a pass through the `waiting` requests. `batch`: how many batches were formed so far. `running`:
+        """Called before a pass through the `waiting` requests. `batch`: how many batches were formed so far. `running`:
         requests that have not ended."""
         self._first = None
         adapters = {request.lora_id for request in running}
@@ -56,8 +57,8 @@ class Overtaking:
             request.kt_refused_at = batch
 
     def _adapters_beside(self, lora_id: str | None, running: Sequence[Any]) -> set[str | None]:
-        """Running adapters that fit beside `lora_id`. Those whose requests last longest come first: the others' end
-        sooner."""
+        """Running adapters that fit together with `lora_id`. They are chosen from those whose requests last longest:
+        the others' end sooner."""
         lasting: dict[str | None, int] = {}
         for request in running:
             remaining = request.sampling_params.max_new_tokens - len(request.output_ids)

@@ -87,7 +87,7 @@ def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callabl
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
-    """Of the experts, so that a copy takes a millisecond; one part of a dense linear."""
+    """Slices of the experts, each of which takes a millisecond to copy. A dense linear is one slice."""
     if a.dim() == 2:
         return [slice(None)]
     each = piece(len(a), a.nbytes + b.nbytes)
@@ -119,7 +119,7 @@ def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_ra
 
 
 def slot_bytes(pool: Any, adapter: InstalledAdapter) -> int:
-    """Of the pool's memory, that the adapter takes in a slot. B has the highest rank of the server, A the adapter's."""
+    """Bytes of the pool that the adapter occupies in a slot. B has the server's highest rank, A the adapter's own."""
     buffers = [(pool.A_buffer[name][layer][0], pool.B_buffer[name][layer][0]) for name, layer in list(adapter.weights)]
     return sum(a.nbytes * adapter.config.r // pool.max_lora_rank + b.nbytes for a, b in buffers)
 
@@ -140,7 +140,7 @@ def note_empty(pool: Any, slot: int, left_bytes: int = 0) -> None:
 
 
 def written_bytes(pool: Any, slot: int) -> int:
-    """About as much memory of the slot is committed."""
+    """Committed memory of the slot, approximately."""
     return _counts(pool, "kt_written").get(slot, 0)
 
 

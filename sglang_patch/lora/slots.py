@@ -1,4 +1,4 @@
-"""Slots of SGLang's LoRA memory pool that are filled beside the engine's thread, and the memory that all slots have.
+"""Slots of SGLang's LoRA memory pool that background threads fill, and the memory that all slots have.
 
 Symbols (SGLang 0.5.23): `LoRAMemoryPool.prepare_lora_batch`; read and written: `.uid_to_buffer_id`,
 `.buffer_id_to_uid`, `.eviction_policy`; called: `LoRAManager._notify_lora_slots_updated`. Reason: SGLang copies an
@@ -44,10 +44,12 @@ from kt_runtime.spare import Leaving, give_back
 RELEASED_BYTES = 64 << 20
 """A slot that has less memory than that beyond what its adapter needs keeps it always."""
 AT_ONCE_BYTES = 32 << 20
-"""Of a slot's memory, that the engine's thread writes at most, in ten milliseconds or twenty. An adapter of a low rank
-takes more in a slot than in its file: B has a column for each of the server's ranks."""
+"""Most bytes of a slot that the engine's thread fills itself, which takes it 10 to 20 ms; a larger adapter goes to a
+background thread. An adapter of a low rank takes more in a slot than in its file: B has as many columns as
+the server's highest rank."""
 MOST_SPARE_BYTES = 512 << 20
-"""Of all slots. A session that publishes again and again alternates between two slots."""
+"""Memory that all slots together may keep beyond what their adapters need. A session that publishes again and again
+alternates between two slots."""
 
 POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
 SYMBOLS = (
@@ -176,8 +178,9 @@ def reserve(
     """An empty slot, else one whose pages are given back, else that of the least recently used adapter that is not
     `in_use` (None: all adapters are).
 
-    Of several empty slots the one that has most memory, which the next adapter then need not commit. For the same
-    reason one whose pages are given back comes first if it has more, and not much more than `num_bytes`, the adapter's.
+    Of several empty slots it is the one that has most memory, which the next adapter then need not commit. For the same
+    reason a slot whose pages are given back is preferred if it has more memory than those, and not much more than
+    `num_bytes`, the adapter's.
     None if there is no such slot, or if the pool is not in host memory.
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
@@ -254,7 +257,7 @@ def has_reserved(manager: Any) -> bool:
 
 
 def used_bytes(manager: Any, uids: Collection[str | None]) -> int:
-    """Of the pool's memory, by these adapters in slots."""
+    """Bytes of the pool that these adapters occupy in slots."""
     adapters = (manager.loras.get(uid) for uid in uids)
     return sum(slot_bytes(manager.memory_pool, each) for each in adapters if isinstance(each, InstalledAdapter))
 

@@ -1,4 +1,4 @@
-"""Brings an adapter that has no slot into one beside the engine's thread, while the request that needs it waits.
+"""Copies an adapter that has no slot into one, on a background thread, while the request that needs it waits.
 
 Symbols (SGLang 0.5.23): `Scheduler.can_schedule_lora_req`, `._get_new_batch_prefill_raw`, and what `slots.py` names;
 read: `Scheduler.waiting_queue`, `.forward_ct`. Reason: SGLang copies an adapter into a slot in the scheduler's thread,
@@ -8,8 +8,8 @@ Adapters of at most `INLINE_BYTES` are copied in their batch, unless they take m
 than a decode step.
 
 The adapters that are being brought in, and those that have just come for a request, count as running ones: nothing
-takes their slots. With a budget (`slots.py`), a request whose adapter does not fit beside those in use waits, too, but
-not without end (`overtaking.py`).
+takes their slots. With a budget (`slots.py`), a request also waits if its adapter does not fit together with those in
+use, but not without end (`overtaking.py`).
 
 With several ranks every adapter is copied in its batch: threads end at other times on each rank, and what a batch may
 hold must not depend on that. Which adapters are in slots follows from the batches that rank 0 has formed, so it is
@@ -51,7 +51,7 @@ IDLE_WAIT_SECONDS = 0.002
 
 
 class Staging:
-    """Of one LoRA manager. `budget_bytes`: of the pool's memory; None: as many adapters as there are slots."""
+    """Adapters of one LoRA manager. `budget_bytes`: of the pool's memory; None: as many adapters as there are slots."""
 
     def __init__(self, manager: Any, budget_bytes: int | None = None) -> None:
         self._manager, self.budget_bytes = manager, budget_bytes
@@ -114,7 +114,7 @@ class Staging:
         self._emptied = [(slot, released) for slot, released in self._emptied if not released.done()]
 
     def turn(self, in_use: Callable[[], set[str]]) -> None:
-        """Between two batches. Moves adapters out of slots until the rest is within the budget. `in_use`: ids of
+        """Called between two batches. Moves adapters out of slots until the rest is within the budget. `in_use`: ids of
         running and waiting requests."""
         if self._fills or self._emptied:
             self.settle()

@@ -37,7 +37,7 @@ SYMBOLS = (
     "sglang.srt.configs.update_config.update_intermediate_size",
 )
 SPLIT_BY_OUTPUTS = ("o_proj", "out_proj", "down_proj")
-"""Of the modules that LoRA adapts. Their A is whole on every rank, their B has the rank's rows."""
+"""Modules whose LoRA kt-runtime splits by outputs: A is whole on every rank, B has the rank's rows."""
 NOT_SPLIT = ("kv_a_proj_with_mqa",)
 """Every rank has all outputs, which SGLang knows of the layer, but not of its LoRA (`lora/whole_queries.py`)."""
 

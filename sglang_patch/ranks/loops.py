@@ -19,8 +19,8 @@ from kt_runtime.sglang_patch.hooks import Hooks
 SYMBOLS = ("sglang.srt.distributed.parallel_state.GroupCoordinator",)
 
 _shared: dict[int, list[Any]] = {}
-"""By process id, since a fork has no threads: the devices of the first group, which torch chooses by GLOO_SOCKET_IFNAME
-or the host's name."""
+"""Devices of the first group, by process id, since a fork has no threads. Torch chooses them by GLOO_SOCKET_IFNAME or
+the host's name."""
 
 
 def install(hooks: Hooks) -> None:

@@ -1,8 +1,8 @@
 """How a server's ranks find each other: a store of torch's that listens at one address, or at none.
 
 SGLang 0.5.23 symbol: the environment variable SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE, which takes the place of its
-tcp:// address. Reason: torch's TCPStore listens on all interfaces, whatever address it is given, and whoever reaches it
-can write to it. A server of one rank has nobody to meet.
+tcp:// address. Reason: torch's TCPStore listens on all interfaces, whatever address it is given, and who reaches it
+can write to it. A server of one rank needs no store.
 
     kt-runtime://alone                 one rank: a store in its memory
     kt-runtime://HOST:PORT?fd=N        rank 0 has inherited the descriptor N of a socket that listens there

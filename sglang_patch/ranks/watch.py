@@ -22,7 +22,7 @@ from kt_runtime.sglang_patch.ranks.looks import RANK, Look, look_at
 POLL_SECONDS = 0.25
 STOPPED_SECONDS = 3.0  # a debugger's short look is shorter
 CAUSE_SECONDS = 1.0
-"""From the first failure until the server ends: time for other ranks and hosts to fail or to report."""
+"""Time from the first failure until the server ends, in which other ranks and hosts fail or report."""
 OWN_ERROR_SECONDS = 4.0
 HOSTS_SECONDS = 3.0
 """What another host needs to notice a rank's death and to report it; this host's rank may have failed by then."""

@@ -92,7 +92,7 @@ class Members:
         cache_metrics.told({rank: told.disk for rank, told in enumerate(self._told) if told.disk is not None})
 
     def statuses(self) -> list[RankStatus]:
-        """As the ranks told last: at most a second before the end of the latest work."""
+        """Each rank's status as it told last, at most a second before the end of the latest work."""
         pairs = list(zip(self._before, self._told, strict=True))
         waited = [(now.waited_s - before.waited_s) / max(1e-9, now.at_s - before.at_s) for before, now in pairs]
         least = min(waited, default=0.0)

@@ -42,7 +42,7 @@ class TurnMetrics:
 
     @property
     def is_due(self) -> bool:
-        """About once a second."""
+        """True about once a second."""
         now = time.monotonic()
         if now < self._next_s:
             return False

@@ -8,7 +8,7 @@ SGLang 0.5.23 symbols and reasons:
   0 adds to `local_reqs` to all ranks. The resident's decisions are such entries, so that ranks never disagree.
 - `Scheduler.ingest_requests`: the turn's training slices run after this call, between two of SGLang's batches. Hot
   experts move here too.
-- `Scheduler._should_defer_prefill`: asked before each batch whether prompts wait for another decode step. Beside
+- `Scheduler._should_defer_prefill`: asked before each batch whether prompts wait for another decode step. With
   training, the targets may ask for it (`kt_runtime.resident.pacing.budget`).
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
   sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
@@ -48,7 +48,7 @@ SYMBOLS = (
 
 SWITCH_SECONDS = 0.0005
 """After this time a thread that computes in Python lets another one run. A decode step takes the interpreter's lock a
-dozen times, and beside a thread that reads an adapter it would wait 5 ms, Python's default, each time."""
+dozen times, and while a thread reads an adapter it would wait 5 ms, Python's default, each time."""
 REST_SECONDS = 0.001
 
 _metrics = TurnMetrics()

@@ -1,4 +1,4 @@
-"""Datasets in LLaMA-Factory's form: `dataset_info.json` beside files of rows in its formats.
+"""Datasets in LLaMA-Factory's form: `dataset_info.json` next to files of rows in its formats.
 
 Every error names file:line. docs/datasets.md lists which rows are left out and how that is reported.
 """

@@ -295,8 +295,8 @@ def _paths(draft: Draft) -> None:
 
 
 def _reward_file(draft: Draft) -> None:
-    """Reads the file of a reward without running it. A file that is not in the working directory is looked up beside
-    the recipe."""
+    """Reads the file of a reward without running it. A file that is not in the working directory is looked up next
+    to the recipe."""
     asked = draft.get("reward")
     if draft.get("stage") != "grpo" or asked is None or asked in BUILT_IN_REWARDS:
         return

@@ -26,7 +26,7 @@ def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "
     """Returns the recipe and notes: one line for each key whose lack of effect the user should know.
 
     `purpose` (train, predict, chat, export) decides which keys are needed. `output_dir` is relative to the working
-    directory; a `dataset_dir` that does not exist is looked up beside the recipe.
+    directory; a `dataset_dir` that does not exist is looked up next to the recipe.
 
     Raises NotFoundError for a missing file and InvalidValueError with every problem found, each with its line.
     """

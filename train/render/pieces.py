@@ -46,7 +46,7 @@ class Template(Protocol):
 
 
 def tokenize(tokenizer: Any, rows: Sequence[Sequence[Piece]]) -> list[tuple[Tokens, Mask]]:
-    """For each row its token ids int32 [n] and answer mask bool [n]. `tokenizer` is a fast one."""
+    """Token ids int32 [n] and answer mask bool [n] of each row. `tokenizer` is a fast one."""
     pieces = [piece for row in rows for piece in row]
     mixed = [0 < piece.num_answer_chars < len(piece.text) for piece in pieces]
     plain = iter(_encode(tokenizer, [piece.text for piece, both in zip(pieces, mixed, strict=True) if not both]))

@@ -67,7 +67,7 @@ class Rollout:
         return [each for each in self.trajectories if each.step == step]
 
     def groups(self) -> dict[int, list[Trajectory]]:
-        """By `Trajectory.group`, in order."""
+        """Trajectories by `Trajectory.group`, in order."""
         found: dict[int, list[Trajectory]] = {}
         for each in self.trajectories:
             found.setdefault(each.group, []).append(each)

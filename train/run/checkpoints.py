@@ -9,7 +9,7 @@ A checkpoint is written under a temporary name and renamed to `checkpoint-N` whe
 of the same step stays whole until then. A directory without `trainer_state.json` is incomplete; no run resumes from it.
 
 The last of several checkpoints in a directory is the one with the highest step of the latest run: a restarted run may
-be at step 10 beside an older run's step 500. The state's `run` counts the runs.
+be at step 10 in a directory with an older run's step 500. The state's `run` counts the runs.
 """
 
 from __future__ import annotations

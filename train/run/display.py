@@ -12,7 +12,7 @@ class Display(Protocol):
     def say(self, line: str) -> None: ...
 
     def progress(self, done: int, total: int, facts: Mapping[str, str]) -> None:
-        """`facts`: shown beside the bar in this order, as {"loss": "0.1234", "left": "0:01:10"}."""
+        """`facts`: shown next to the bar in this order, as {"loss": "0.1234", "left": "0:01:10"}."""
 
     def __enter__(self) -> Display: ...
 

@@ -151,7 +151,7 @@ class Dpo:
 
 
 def _sums(result: ForwardResult, batch: Batch) -> npt.NDArray[np.float32]:
-    """For each sequence the sum of its counted log-probabilities."""
+    """Sum of each sequence's counted log-probabilities."""
     weights = batch.split(batch.weights)
     return np.asarray(
         [summed(logprobs[weight != 0]) for logprobs, weight in zip(result.logprobs, weights, strict=True)], np.float32

@@ -130,7 +130,7 @@ class Best:
         return {"metric": self.metric, "step": self.step, "checkpoint": self.checkpoint, "since": self.since}
 
     def restore(self, state: Mapping[str, Any], beside: Path) -> None:
-        """`beside`: the checkpoint to resume from; a best checkpoint that is not at its path is looked up beside it."""
+        """`beside`: the checkpoint to resume from; a best checkpoint that is not at its path is looked up there."""
         self.metric, self.step = state["metric"], state["step"]
         self.checkpoint, self.since = state["checkpoint"], state["since"]
         if self.checkpoint and not Path(self.checkpoint).is_dir():

@@ -44,7 +44,7 @@ class Weights:
         return {**made, "down_proj": self.down[index]}
 
     def biases(self, index: int) -> dict[str, Tensor]:
-        """Of each matrix of an expert, float32; empty without biases. The same for every expert."""
+        """The bias of each matrix, float32, the same for every expert; empty for an MLP without biases."""
         if not self.mlp.has_bias:
             return {}
         return {name: torch.linspace(-1, 1, len(matrix)) for name, matrix in self.expert(index).items()}

@@ -47,8 +47,8 @@ class Timing:
     read_rates: tuple[float, ...] = ()  # of memory, bytes/s: before each call, and after the last; empty: not measured
 
     def dram_shares(self, weight_bytes: float) -> list[float]:
-        """Of each call: the time that the reads just before and after it would have taken for `weight_bytes`, on
-        average, over the call's time. Empty without reads."""
+        """Each call's share of DRAM bandwidth: the time that the reads just before and after it would have taken for
+        `weight_bytes`, on average, over the call's time. Empty if no reads were measured."""
         around = zip(self.seconds, pairwise(self.read_rates), strict=False)
         return [weight_bytes * (1 / before + 1 / after) / 2 / taken for taken, (before, after) in around]
 

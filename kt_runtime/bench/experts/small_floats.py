@@ -15,7 +15,7 @@ FP8_LARGEST = 448.0  # of e4m3
 FP4_LARGEST = 6.0  # of e2m1
 NVFP4_GROUP, MX_GROUP = 16, 32
 _FP4_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+"""Midpoints between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 
 
 def fp8_channel(matrix: Tensor) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ ENCODERS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 
 def quantization_config(encoding: str) -> dict[str, Any]:
-    """Of config.json, as llm-compressor writes it."""
+    """`quantization_config` of config.json, as llm-compressor writes it."""
     layout, weights = {
         "fp8_channel": ("float-quantized", {"num_bits": 8, "strategy": "channel"}),
         "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "strategy": "tensor_group", "group_size": NVFP4_GROUP}),

@@ -131,8 +131,8 @@ class StoreBench:
         return touched * bytes_per_expert, 2.0 * tokens * shape.top_k * shape.weights_per_expert
 
     def _reuse_bytes(self, tokens: int) -> int:
-        """Until all experts have been used once (`make_batches`): all of them, and a pass of the reader after each
-        call."""
+        """Bytes read until all experts have been used once (`make_batches`): all experts, and a pass of the reader
+        after each call."""
         shape = self._case.shape
         calls = max(1, shape.num_experts // (tokens * shape.top_k))
         passes = max(1, calls // 2)  # where one call fits twice, every other call is untimed, without a pass

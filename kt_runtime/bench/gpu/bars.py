@@ -37,7 +37,7 @@ class Bar:
 
 
 def bars(model: str, rows: Rows) -> list[Bar]:
-    """Of one model. `rows`: as `Row.as_json` makes them."""
+    """The bars of one model. `rows`: as `Row.as_json` makes them."""
     found = _Found([row for row in rows if row["model"] == model])
     return [
         Bar(model, "decode / SGLang's paged experts at equal device memory", found.against_sglang(), 1.0),
@@ -79,7 +79,7 @@ class _Found:
         return _least([self.share(key, "dram") for key in keys])
 
     def against_sglang(self) -> float | None:
-        """At each count of resident experts, and with each number of streams."""
+        """Least ratio to SGLang's rate, over all counts of resident experts and numbers of streams."""
         theirs = [row for row in self._rows.values() if (row["engine"], row["case"]) == (SGLANG, DECODE)]
         ratios = []
         for row in theirs:
@@ -102,6 +102,6 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 def _least(values: Sequence[float | None]) -> float | None:
-    """None if one is missing, or if there are none."""
+    """The least value; None if one is missing, or if there are none."""
     there = [value for value in values if value is not None]
     return min(there) if there and len(there) == len(values) else None

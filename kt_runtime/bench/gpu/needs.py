@@ -61,7 +61,7 @@ class ExpertPlace:
 
 
 def decode_needs(work: ModelWork, place: ExpertPlace, streams: int, context: float) -> Needs:
-    """Of one step. `context`: cached tokens of a stream, a mean. Distinct experts: as expected of random choices."""
+    """What one step needs. `context`: mean number of cached tokens of a stream. Routing counts as random."""
     distinct = work.moe_layers * work.expected_experts(streams)
     dense = (work.dense_parameters + work.head_parameters) * work.dtype_bytes + streams * context * work.kv_token_bytes
     operations = 2.0 * streams * (work.dense_parameters + work.head_parameters)
@@ -71,7 +71,7 @@ def decode_needs(work: ModelWork, place: ExpertPlace, streams: int, context: flo
 
 
 def prefill_needs(work: ModelWork, place: ExpertPlace, tokens: int) -> Needs:
-    """Of one prompt, computed from the start, with the answer's first token."""
+    """What one prompt needs, computed from its start, with the answer's first token."""
     distinct = work.moe_layers * work.expected_experts(tokens)
     dense = (work.dense_parameters + work.head_parameters) * float(work.dtype_bytes)
     operations = 2.0 * (tokens * work.dense_parameters + work.head_parameters)
@@ -80,8 +80,8 @@ def prefill_needs(work: ModelWork, place: ExpertPlace, tokens: int) -> Needs:
 
 
 def training_needs(work: ModelWork, place: ExpertPlace, sequences: int, tokens: int) -> Needs:
-    """Of a step of `sequences` x `tokens`: forward and backward, with the head for every token, each expert read once a
-    pass."""
+    """What a step of `sequences` x `tokens` needs: forward and backward, with the head for every token. Each expert is
+    read once a pass."""
     count = sequences * tokens
     distinct = work.moe_layers * work.expected_experts(count)
     dense = (work.dense_parameters + work.head_parameters) * float(work.dtype_bytes)

@@ -104,8 +104,8 @@ class _Model:
         return rows
 
     def _peer_rows(self, peer: ScriptPeer, model: Path, transcripts: Measurements, directory: Path) -> list[Row]:
-        """On the answers of the first server that gave any. A peer knows no limit unless it computes on the device
-        alone."""
+        """Rows of a peer, which is given the answers of the first server that gave any. Without a limit unless the
+        peer computes on the device alone."""
         name, config = self._preset.name, self._preset.config
         place = place_of(peer, config, DTYPE)
         if transcripts:

@@ -106,7 +106,7 @@ class Servers:
 
 
 def hit_rate_of(status: Mapping[str, Any]) -> float | None:
-    """Of all decode steps of a server with hot experts, as its GET /kt/status counts; None: it has none."""
+    """Hit rate of hot experts in all decode steps, from GET /kt/status. None: no hot experts, or nothing counted."""
     hot = status.get("gpu_experts")
     return None if not hot or not hot["hits"] + hot["misses"] else float(hot["hit_rate"])
 
@@ -126,7 +126,7 @@ def place_in(place: ExpertPlace, case: Case, status: Mapping[str, Any]) -> Exper
 
 
 def serving_needs(work: ModelWork, place: ExpertPlace, case: Case, plan: Plan) -> Needs:
-    """Of a prompt or of a decode step."""
+    """What a prompt or a decode step needs."""
     if case.kind == DECODE:
         return decode_needs(work, place, case.size, plan.prompt_tokens + plan.new_tokens / 2)
     return prefill_needs(work, place, case.size)

@@ -21,7 +21,7 @@ from kt_runtime.cli.server_process import free_port, other_server
 GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
 OURS = "kt_runtime"  # the name of both entry points, in pyproject.toml
 NO_PLUGIN = "no-plugin"
-# Of ServerSide's options, those that SGLang has under another name; all others that it lacks are kt-runtime's own.
+# The options of ServerSide that SGLang has under another name. All others that it lacks are kt-runtime's own.
 RENAMED = {"--context-tokens": "--context-length"}
 SAME = ("--dtype", "--max-total-tokens", "--max-running-requests")
 

@@ -11,7 +11,7 @@ count from the moment at which it was to be sent.
 
 **Plain time-sharing** (FlexLLM's temporal sharing) runs a training call of the session's ordinary batch to its end,
 while requests wait; then requests have the server, until training is due again. Its share of time is what training got
-beside the same requests with targets, so that both train about as fast and goodput alone tells them apart.
+while the same requests were served with targets. So both train about as fast, and goodput alone tells them apart.
 
 **What is left over** for training has three readings, and all are reported. `1 - load`: the part of the capacity that
 the load leaves. `idle_share`: the part of the same window without training in which the engine had no request. And
@@ -50,13 +50,13 @@ class Answered:
 
     @property
     def per_token(self) -> float | None:
-        """Of the tokens after the first event; None if there are none."""
+        """Seconds per token, of the tokens after the first event; None if there are none."""
         (first, before), (last, after) = self.events[0], self.events[-1]
         return (last - first) / (after - before) if after > before else None
 
     @property
     def gaps(self) -> list[float]:
-        """Between events."""
+        """Seconds between successive events."""
         return [later[0] - earlier[0] for earlier, later in zip(self.events, self.events[1:], strict=False)]
 
 
@@ -113,12 +113,12 @@ def targets_of(idle: Window, tpot_ms: float | None, ttft_ms: float | None) -> Ta
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds, nearest rank."""
+    """Percentiles in milliseconds, by nearest rank."""
     return {name: 1e3 * quantile(seconds, share) for name, share in PERCENTILES.items()}
 
 
 def p99_per_token(window: Window) -> float:
-    """In milliseconds."""
+    """99th percentile of the time per output token, in milliseconds."""
     return percentiles(_per_token(window))["p99"]
 
 
@@ -131,14 +131,14 @@ def _first_token(window: Window) -> list[float]:
 
 
 def tokens_per_s(step_ends: Sequence[float], step_tokens: int) -> float | None:
-    """Between the first and the last end of a step; None with fewer than two."""
+    """Rate between the first and the last end of a step; None with fewer than two."""
     if len(step_ends) < 2:
         return None
     return step_tokens * (len(step_ends) - 1) / (step_ends[-1] - step_ends[0])
 
 
 def plain_share(kept: Window, step_tokens: int, alone_tokens_per_s: float) -> float:
-    """Training's share of time in plain time-sharing: its speed beside the requests of `kept`, of its speed alone."""
+    """Training's share of time in plain time-sharing: its speed while `kept` was served, over its speed alone."""
     trained = kept.training_tokens_per_s(step_tokens)
     lowest, highest = SHARES
     return min(highest, max(lowest, (trained or 0.0) / alone_tokens_per_s))
@@ -169,11 +169,11 @@ def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_w
     """The figures that have a bar, at half load. `alone`, `alone_with_targets`: tokens/s of training without requests,
     without and with stated targets. None where no training step ended in a window.
 
-    `training_kept`: training's speed beside serving, of its speed alone times `left_over`, what the load leaves of the
-    capacity. `training_kept_of_idle`: the same with `idle_share`, the measured idle time; None if there was none.
-    `training_kept_of_alone`: of its speed alone. A goodput of plain time-sharing below one request counts as one
-    request in the window of `seconds`. `plain_training_share`: training's speed with plain time-sharing, of that with
-    targets.
+    `training_kept`: training's speed during serving, over its speed alone times `left_over`, the share of the capacity
+    that the load leaves. `training_kept_of_idle`: the same with `idle_share`, the measured idle time; None if there was
+    none. `training_kept_of_alone`: over its speed alone. A goodput of plain time-sharing below one request counts as
+    one request in the window of `seconds`. `plain_training_share`: training's speed with plain time-sharing, over that
+    with targets.
     """
     half = {row["mode"]: row for row in rows if row["load"] == HALF}
     left_over, idle_share = 1.0 - HALF, 1.0 - half[IDLE]["busy_share"]

@@ -14,7 +14,7 @@ from kt_runtime.wire.settings import checked
 
 HALF = 0.5
 LOADS = (0.25, HALF, 0.75)
-"""Of the rate at which the server answers when it always has requests waiting. `HALF` is always measured."""
+"""Loads, as shares of the server's rate of answers when requests always wait. `HALF` is always measured."""
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_RANGE = 64, 0.9, (4, 384)
 ANSWER_MEDIAN, ANSWER_SIGMA, ANSWER_RANGE = 40, 0.6, (8, 128)
 """Lengths are log-normal as those of ShareGPT's conversations, and shorter: `exp(ln(median) + sigma * normal)`, cut off

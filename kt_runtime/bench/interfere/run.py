@@ -118,7 +118,7 @@ class _Bench:
 
     def _warm_up(self, capacity: float) -> None:
         """Half load with other requests than the windows', uncounted: batches of every size, a full prefix cache, and a
-        training step beside them. A server's first seconds are slow, and would make the targets lax."""
+        training step meanwhile. A server's first seconds are slow, and would make the targets lax."""
         plan = replace(self._plan, seed=self._plan.seed + 3)
         requests = poisson(plan, HALF * capacity, plan.warm_up_seconds, self._vocabulary)
         load.answers(self._api.url, requests, TIMEOUT_S)

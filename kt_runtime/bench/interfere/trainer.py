@@ -1,4 +1,4 @@
-"""A trainer beside the load: steps without a pause, on a thread of its own, with the time of each step's end."""
+"""A trainer that runs during the load: steps without a pause, on its own thread, with the time of each step's end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Moment:
 
 
 def moment(api: ServerAPI) -> Moment:
-    """When the server answered: between two turns."""
+    """The server's counts and the time of its answer, which it gives between two turns."""
     turns = api.get("/kt/status")["training_turns"]
     return Moment(time.perf_counter(), float(turns["training_s"]), float(turns["serving_s"]))
 

@@ -33,7 +33,7 @@ GPU_LIMITS = (
     ("cpu_arithmetic", "CPU bf16", "GFLOP/s"),
     ("device_arithmetic", "GPU bf16", "GFLOP/s"),
 )
-"""Of `bench gpu`: the limit's name in the report, on the page, its unit there."""
+"""Limits that `bench gpu` measures: the name in the report, the name on the page, and the unit there."""
 GPU_SHARES = {
     "dram": "DRAM",
     "cpu_arithmetic": "CPU arithmetic",
@@ -220,7 +220,7 @@ def _rl(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
 
 
 def _further_kept(report: Mapping[str, Any]) -> list[Single]:
-    """By the other readings of what is left over; records from before they were measured have none."""
+    """Training's speed by the other readings of what is left over. Older records lack them."""
     names = {
         "training_kept_of_idle": "training at half load, of its measured idle time without training",
         "training_kept_of_alone": "training at half load, of its speed alone",

@@ -31,7 +31,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def figures(found: Measured) -> dict[str, Any]:
-    """Medians, and beside them the least and all runs. `share`: of the time of all counted steps."""
+    """Medians, with the least and all runs. `share`: a part's share of the time of all counted steps."""
     steps = [sum(parts.values()) for parts in found.steps]
     speedups = [
         group / single for group, single in zip(found.group_tokens_per_s, found.single_tokens_per_s, strict=True)

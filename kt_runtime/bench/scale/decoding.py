@@ -1,4 +1,4 @@
-"""Decoding on ranks of one core each beside one process with as many cores, over HTTP, on the same prompts."""
+"""Decoding on ranks of one core each, compared with one process on as many cores; over HTTP, on the same prompts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def row_of(case: Case, ranks: tuple[Measured, Transcript], one: tuple[Measured, 
 
 
 def first_cores(count: int) -> list[int]:
-    """Their processors, of those that this process may use."""
+    """Processors of the first `count` cores that this process may use."""
     cores = cores_of(sorted(os.sched_getaffinity(0)))
     if len(cores) < count:
         raise InvalidValueError(f"--ranks is {count}: this process may use {len(cores)} cores; each rank needs one")
@@ -114,6 +114,6 @@ def _memory(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _step_ms(measured: Measured) -> float | None:
-    """Of a token of every stream; None: the native step did not compute all of them."""
+    """Median milliseconds of the native step for a token of every stream; None: it did not compute all tokens."""
     times = [1e3 * each.step for each in measured.token_times]
     return median(times) if times else None

@@ -1,4 +1,4 @@
-"""Memory of a rank beside its share of the model: loaded, between training calls, and at the peak of one.
+"""Memory of a rank, compared with its share of the model: loaded, between training calls, and at the peak of one.
 
 A process also holds code, SGLang and Python. A rank of a tiny model that has loaded holds these and little else, so its
 memory is subtracted. Ratios are given twice: of the weights alone, and of weights and KV cache.
@@ -118,7 +118,7 @@ def _trained(api: ServerAPI, num_ids: int) -> list[RankMemory]:
 
 
 def _cache_bytes(status: Mapping[str, Any]) -> int:
-    """Of the KV cache of each rank."""
+    """Bytes of the KV cache of each rank."""
     return sum(tier["capacity_bytes"] for tier in status["cache"] if tier["tier"] == "device")
 
 

@@ -10,11 +10,11 @@ from kt_runtime.bench.swap.plan import LARGE_BYTES, bytes_of
 from kt_runtime.errors import InvalidValueError
 
 BAR_MS = 1000.0
-"""From the publication of 10 MB to the last replica's first token."""
+"""Most time from the publication of 10 MB to the last replica's first token."""
 RANKS_BAR = 0.8
-"""Decoding on ranks of one core each, over one process with as many cores: at least."""
+"""Least speed of decoding on ranks of one core each, over that of one process with as many cores."""
 LOADED_MEMORY_BAR, TRAINING_MEMORY_BAR = 1.1, 1.15
-"""Memory of a rank, over its share of the model: at most."""
+"""Most memory of a rank, over its share of the model."""
 MOST_REPLICAS = 64
 MOST_RANKS = 64
 
@@ -24,7 +24,7 @@ class Plan:
     """`replicas`: servers of one registry; 0: none. `size`: of each adapter. `rounds`: publications that count.
     `streams`: of each replica.
 
-    `ranks`: of one core each, which decode beside one process with as many cores; 0: none. `rank_model`,
+    `ranks`: of one core each, whose decoding is compared with one process on as many cores; 0: none. `rank_model`,
     `rank_streams`, `rank_runs`: theirs; a case for each number of streams."""
 
     model: str = "tiny-qwen3-moe"

@@ -25,7 +25,7 @@ NAME = "bench-scale"
 TIMEOUT_S = 300.0
 LOOK_SECONDS = 0.01
 SETTLE_SECONDS = 1.0
-"""Between two publications: their files are written meanwhile."""
+"""Pause between two publications, in which their files are written."""
 STREAM_TOKENS = 16
 
 

@@ -79,7 +79,7 @@ class Plan:
         NotFoundError for a peer that is no file."""
         for name in ("prompt_tokens", "runs", "rank"):
             check_number(name, getattr(self, name))
-        check_number("new_tokens", self.new_tokens, 4)  # a stream's rate needs two tokens beside all other streams
+        check_number("new_tokens", self.new_tokens, 4)  # a rate needs two tokens while all other streams decode
         for tokens in self.prefill or ():
             check_number("prefill", tokens)
         for streams in self.streams or ():

@@ -1,7 +1,7 @@
 """Log-probabilities of a few random prompts: the server's, and how far a peer's are from them.
 
-Of a quantized file also how far its own answers are from those of the unquantized weights, both computed by one peer:
-the format's error, beside which two engines' difference has to be small.
+For a quantized file also the format's error: how far its log-probabilities are from those of the unquantized weights,
+both computed by one peer. The difference between two engines has to be small compared with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two engines' log-probabilities: the mean and the largest |difference|, of `tokens` tokens."""
+    """The mean and the largest |difference| of two engines' log-probabilities, over `tokens` tokens."""
 
     tokens: int
     mean: float

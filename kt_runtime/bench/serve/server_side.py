@@ -130,7 +130,7 @@ class ServerSide:
         return self.result
 
     def _scored_prompts(self) -> list[list[int]]:
-        """From a seed of their own, so that the cases' prompts stay those of earlier reports."""
+        """Prompts from a seed of their own, so that the cases' prompts stay those of earlier reports."""
         shape, random = (PROMPTS, self._plan.prompt_tokens), np.random.default_rng(2)
         prompts: list[list[int]] = random.integers(FIRST_TOKEN, int(self._config["vocab_size"]), shape).tolist()
         return prompts
@@ -201,8 +201,8 @@ class ServerSide:
         return None
 
     def _token_time(self, case: Case, before: Mapping[str, Any], after: Mapping[str, Any]) -> TokenTime | None:
-        """Of the streams that decoded between two answers of GET /kt/status. None if the native step did not compute
-        all tokens but each stream's first, which is the prompt's.
+        """Seconds for a token of every stream that decoded between two answers of GET /kt/status. None if the native
+        step did not compute all tokens but each stream's first, which belongs to the prompt.
 
         Where streams began one after the other, a few batches hold fewer of them. Their seconds are counted as if a
         token took as long in all batches, which overstates a full batch's time."""

@@ -95,7 +95,7 @@ class ModelWork:
 
 
 def _pairs(tokens: float, window: float) -> float:
-    """Of each of so many tokens and one that it sees, itself included."""
+    """Number of pairs of one of `tokens` tokens and a token that it sees, itself included."""
     within = min(tokens, window)
     return within * (within + 1) / 2 + (tokens - within) * within
 

@@ -16,13 +16,14 @@ from statistics import median
 from typing import Any
 
 FIRST_CYCLES = 100
-"""Memory grows in these, while caches fill; what it grows by afterwards is what counts."""
+"""Memory grows in the first cycles, while caches fill; only its growth afterwards counts."""
 ALLOWED_MS = 10.0
 CONTROL = "control"
 """The row in which nothing is published."""
 PHASES = ("publishing", "first_token", "unloading", "storing")
-"""Of a load's round: until the name has moved and each stream has got a token; until the adapter is unloaded; half a
-second; until its version is on disk, which it is before in all rounds but the first. A large adapter's first token
+"""The phases of a load's round, in order. They last until the name has moved and each stream has got a token; until the
+request to unload is sent, half a second after the adapter's first token; until half a second after the adapter is
+unloaded; until its version is on disk, which it already is in all rounds but the first. A large adapter's first token
 takes a prompt and a step that are longer than the base's."""
 
 HEADINGS = {
@@ -127,7 +128,7 @@ def result_of(rows: Sequence[dict[str, Any]], rss_bytes: Sequence[int], streams_
 
 
 def growth(rss_bytes: Sequence[int]) -> int | None:
-    """After the first hundred cycles, or their first tenth if there are fewer than a thousand. None without cycles."""
+    """Growth after the first hundred cycles, or after the first tenth of fewer than a thousand; None without cycles."""
     if not rss_bytes:
         return None
     first = min(FIRST_CYCLES, max(1, len(rss_bytes) // 10))

@@ -1,4 +1,4 @@
-"""The parameters of `bench swap`: which adapters, how often, beside how many streams."""
+"""The parameters of `bench swap`: which adapters, how often, and with how many streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = (8, 64)
 CYCLES, QUICK_CYCLES = 1000, 100
 MOST_CONTROL_SECONDS = 3600.0
 BYTES = 2
-"""Of a number in an adapter's file: bfloat16."""
+"""Bytes of a number in an adapter's file: bfloat16."""
 LARGE_BYTES = 10**9
 """An adapter of so many bytes is loaded by a server that trains none of its rank: training takes eight times as much
 memory."""
@@ -100,7 +100,7 @@ def size_of(name: str, config: Mapping[str, Any]) -> Size:
 
 
 def smallest(plan: Plan, config: Mapping[str, Any]) -> Size:
-    """Of the sizes below `LARGE_BYTES`; without one, a session's rank on attention."""
+    """The smallest size below `LARGE_BYTES`; without one, a session's highest rank on attention."""
     small = [size_of(name, config) for name in plan.sizes if bytes_of(name) < LARGE_BYTES]
     rank = max(plan.ranks)
     made = Size(f"rank {rank}", rank * rank_bytes(config, TARGETS[0]), rank, TARGETS[0])

@@ -50,7 +50,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _options(plan: Plan, dtype: str, sizes: Sequence[Size], directory: Path) -> list[str]:
-    """Of a server for these sizes."""
+    """Options of a server for these sizes."""
     highest = max([*plan.ranks, *(each.rank for each in sizes)])
     longest = max(plan.streams * (STREAM_TOKENS + PROMPT_TOKENS), plan.many_streams * (MANY_STREAM_TOKENS + 16))
     options = ["--dtype", dtype, "--context-tokens", str(STREAM_TOKENS + 64), "--max-lora-rank", str(highest)]

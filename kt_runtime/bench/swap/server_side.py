@@ -28,21 +28,22 @@ from kt_runtime.wire.messages import LoraSettings
 TIMEOUT_S = 3600.0
 NAME, SESSION = "bench-swap", "bench-swap"
 STREAM_TOKENS, MANY_STREAM_TOKENS = 2400, 300
-"""Of a stream: more than it gets in a round."""
+"""Tokens of a stream: more than it gets in a round."""
 QUIET_SECONDS = 1.5
-"""Before anything is published, and again at the end: at most as long as the control."""
+"""Measured before anything is published, and again at the end; at most as long as the control."""
 CONTROL_ROUNDS = 10
 LEAST_GAPS = 4
-"""Of a stream, before anything is published."""
+"""Gaps of each stream that are measured, at least, before anything is published."""
 SETTLE_SECONDS = 0.5
-"""Between two calls of a round."""
+"""Pause between two calls of a round."""
 REPORTED_SECONDS = 4.0
 """A virtual machine reports free pages to its host every two seconds, and may stop while the host takes them. Those
 that the bench freed after it made a file are not the server's."""
 
 
 def stolen_ms() -> float | None:
-    """Since the machine started, by its host: the mean of the processors (proc_stat(5), steal). None: not said."""
+    """Milliseconds that the host has taken since the machine started, a mean of the processors (proc_stat(5), steal).
+    None: unknown."""
     stolen = getattr(psutil.cpu_times(), "steal", None)
     return None if stolen is None else 1e3 * stolen / psutil.cpu_count()
 
@@ -58,7 +59,7 @@ class _Round:
 
 
 class _Measured:
-    """Calls functions beside `streams`, of which `count` run."""
+    """Calls functions while `streams` decode, of which `count` run."""
 
     def __init__(self, streams: Streams, count: int) -> None:
         self._streams, self._count = streams, count
@@ -68,12 +69,12 @@ class _Measured:
         self.rounds.append(_Round(is_control, stolen_ms()))
 
     def whole_rounds(self, ended: float) -> list[list[tuple[float, float]]]:
-        """From the first call of a round to that of the next one, and to `ended`."""
+        """Each round's time: from its first call to that of the next round, or to `ended`."""
         began = [each.calls[0][0] for each in self.rounds]
         return [[times] for times in zip(began, [*began[1:], ended], strict=True)]
 
     def stolen_in_rounds_ms(self, *, is_control: bool) -> float | None:
-        """In all rounds of a kind. The last round has just ended."""
+        """Milliseconds stolen in all rounds of a kind. The last round has just ended."""
         kinds = [each.is_control for each in self.rounds]
         counted = [*(each.stolen_before_ms for each in self.rounds), stolen_ms()]
         known = [each for each in counted if each is not None]
@@ -90,12 +91,12 @@ class _Measured:
             times_ms.append(1e3 * (ended - started))
 
     def settle(self) -> None:
-        """Until every stream has got a token: no gap with what was done before is among those of the next call."""
+        """Waits until every stream has got a token: no gap of the calls before is counted for the next call."""
         self._streams.wait_for_gaps_ms(now(), self._count)
 
 
 def _added_ms(known_ms: float | None, more_ms: float | None) -> float | None:
-    """None: not said by the system, or no round of this kind."""
+    """Sum of both; None: unknown to the system, or no round of this kind."""
     return known_ms if more_ms is None else (known_ms or 0.0) + more_ms
 
 
@@ -210,7 +211,7 @@ class SwapBench:
         return found
 
     def _wait_until_stored(self) -> None:
-        """Versions are written to disk after their publication: what is measured next is not beside it."""
+        """A version is written to disk after its publication. Waiting keeps the write out of what is measured next."""
         ends = now() + TIMEOUT_S
         while self._api.get("/kt/status")["not_stored"]:
             if now() > ends:
@@ -221,8 +222,8 @@ class SwapBench:
     def _streams(
         self, found: Swap, count: int, new_tokens: int, adapter: str | None = None, *, whole: bool = True
     ) -> Iterator[_Measured]:
-        """Streams in the block, and what measures beside them. `whole`: gaps between a round's calls and after them
-        count, too. The streams are quiet before the block and after it.
+        """Streams that decode in the block, and what measures them. `whole`: gaps between a round's calls and after
+        them count, too. Before the block and after it nothing but the streams runs.
 
         Streams that begin at the same time also end at the same time, and the prompts of the next ones stop those that
         still run. So the block should be shorter than `new_tokens` steps: a block for each round of a load or session.
@@ -253,7 +254,7 @@ class SwapBench:
         self.failures += streams.failures
 
     def _quiet(self, streams: Streams, count: int) -> list[float]:
-        """Their gaps while nothing else is done."""
+        """The streams' gaps while nothing else is done."""
         began = now()
         time.sleep(min(QUIET_SECONDS, self._plan.control_seconds))
         return streams.wait_for_gaps_ms(began, LEAST_GAPS * count)

@@ -22,7 +22,7 @@ FIRST_TOKEN = 3  # smaller ids are special tokens of a made model
 PROMPT_TOKENS = 4
 PATIENCE_SECONDS = 120.0
 FIRST_EVENTS = 4
-"""Of every stream, before anything is measured."""
+"""Events that every stream must have had before anything is measured."""
 NAP_SECONDS = 0.005
 LEAST_STOP_SECONDS = 0.02
 """On a busy processor a thread that only sleeps wakes up to 8 ms late: later, the processor was stopped."""
@@ -61,7 +61,7 @@ class Streams:
         self._loop.close()
 
     def gaps(self, since: float, until: float) -> list[tuple[float, float]]:
-        """Between two tokens of a stream, of gaps that overlap the time (performance counter)."""
+        """Begin and end of gaps between two tokens of a stream that overlap the time (performance counter)."""
         return [(a, b) for a, b in self._gaps() if b >= since and a <= until]
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
@@ -69,7 +69,7 @@ class Streams:
         return [1e3 * (b - a) for a, b in self.gaps(since, until)]
 
     def ended_gaps_ms(self, since: float, until: float) -> list[float]:
-        """As `gaps_ms`, of gaps that end in the time: none belongs to two times."""
+        """As `gaps_ms`, for gaps that end in the time, so that no gap belongs to two times."""
         return [1e3 * (b - a) for a, b in self._gaps() if since < b <= until]
 
     def _gaps(self) -> Iterator[tuple[float, float]]:

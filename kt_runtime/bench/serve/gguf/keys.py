@@ -25,7 +25,7 @@ ROTATED: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
     "glm4moe": lambda config, head: int(head * config["partial_rotary_factor"]),
     "minimax-m2": lambda config, head: int(config["rotary_dim"]),
 }
-"""By architecture, elements of a head that are rotated, for those that have a key for it. `head`: its size."""
+"""Rotated elements of a head, by architecture, for those that have a key for it. `head`: its size."""
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any], mix: str) -> None:
@@ -126,7 +126,7 @@ def _add_indexer_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> Non
 
 
 def _add_router_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Of the families with leading dense layers and shared experts. GLM's configs do not say `scoring_func`."""
+    """Router keys of families with leading dense layers and shared experts. GLM's configs lack `scoring_func`."""
     import gguf
 
     writer.add_leading_dense_block_count(int(config["first_k_dense_replace"]))

@@ -49,7 +49,7 @@ class Tensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """In elements for plain types, else with the bytes of a row as the last size, as the `gguf` package asks."""
+        """Shape in elements for plain types, else with a row's bytes as the last size, as the `gguf` package asks."""
         if self.kind in _PLAIN:
             return self.shape
         per_block, block_bytes = BLOCKS[self.kind]
