@@ -58,7 +58,11 @@ Status compare_slots(const CallFacts& was, const CallFacts& is) {
       KT_RETURN_IF_ERROR(compare(slot + kProjectionNames[part] + "'s rank", a.ranks[part], b.ranks[part]));
     KT_RETURN_IF_ERROR(compare(slot + "scaling", a.scaling, b.scaling));
     KT_RETURN_IF_ERROR(compare(slot + "dropout", a.dropout, b.dropout));
-    if (b.dropout > 0) KT_RETURN_IF_ERROR(compare(slot + "seed", a.seed, b.seed));
+    if (b.dropout == 0) continue;
+    KT_RETURN_IF_ERROR(compare(slot + "seed", a.seed, b.seed));
+    KT_RETURN_IF_ERROR(compare(slot + "first_expert", a.first_expert, b.first_expert));
+    for (size_t token = 0; token < b.tokens.size(); ++token)
+      KT_RETURN_IF_ERROR(compare(slot + "tokens[" + std::to_string(token) + "]", a.tokens[token], b.tokens[token]));
   }
   for (size_t token = 0; token < is.token_slots.size(); ++token) {
     KT_RETURN_IF_ERROR(
@@ -166,7 +170,11 @@ CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call) {
   facts.top_k = call.ids.shape[1];
   facts.x_dtype = call.x.dtype;
   for (const LoraSlot& slot : call.slots) {
-    CallFacts::Slot& made = facts.slots.emplace_back(CallFacts::Slot{{}, slot.scaling, slot.dropout, slot.seed});
+    CallFacts::Slot& made =
+        facts.slots.emplace_back(CallFacts::Slot{{}, slot.scaling, slot.dropout, slot.seed, slot.first_expert, {}});
+    if (slot.dropout > 0) {
+      for (int64_t token = 0; token < facts.tokens; ++token) made.tokens.push_back(token_number(slot, token));
+    }
     for (int part = 0; part < kNumProjections; ++part) made.ranks[part] = slot.pairs[part].rank();
   }
   for (int64_t token = 0; token < facts.tokens; ++token) facts.token_slots.push_back(slot_at(call, token));

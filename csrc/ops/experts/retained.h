@@ -31,6 +31,8 @@ struct CallFacts {
     int64_t ranks[kNumProjections];
     float scaling, dropout;
     uint64_t seed;
+    int64_t first_expert;
+    std::vector<int64_t> tokens;  // with dropout, whose mask depends on them
   };
   uint64_t layer = 0;  // ExpertLayer::id; 0: no forward call has finished
   int64_t tokens = 0, top_k = 0;
@@ -70,8 +72,8 @@ class CallScope {
 };
 
 // Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype
-// of x, routing (ids and weights), and slots (ranks, scaling, dropout, seed, and which token has which). `call` must
-// have passed check_call, so that ids and slots are in range.
+// of x, routing (ids and weights), and slots (ranks, scaling, what the dropout mask depends on, and which token has
+// which). `call` must have passed check_call, so that ids and slots are in range.
 Status check_retained(const ExpertLayer& layer, const RoutedCall& call, const Retained& retained);
 
 }  // namespace kt

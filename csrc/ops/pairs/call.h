@@ -29,6 +29,10 @@ struct LoraSlot {
   int64_t first_expert = 0;
 };
 
+inline int64_t token_number(const LoraSlot& slot, int64_t row) {
+  return slot.tokens.present() ? slot.tokens.as<int64_t>()[row * slot.tokens.strides[0]] : row;
+}
+
 struct RoutedCall {
   TensorView x;            // [T, H] float32 or bfloat16
   TensorView ids;          // [T, K] int32 or int64; -1: not routed

@@ -30,9 +30,8 @@ struct Mask {
 }  // namespace
 
 uint64_t Dropout::key(int64_t row) const {
-  const TensorView& numbers = slot_.tokens;
-  const int64_t at = routing_.token[static_cast<size_t>(group_.begin + row)];
-  const auto token = static_cast<uint64_t>(numbers.present() ? numbers.as<int64_t>()[at * numbers.strides[0]] : at);
+  const auto token =
+      static_cast<uint64_t>(token_number(slot_, routing_.token[static_cast<size_t>(group_.begin + row)]));
   const auto expert = static_cast<uint64_t>(slot_.first_expert + group_.expert);
   const uint64_t of_token = mixed(slot_.seed + (token + 1) * kStep);
   return mixed(of_token + expert * kNumProjections + static_cast<uint64_t>(projection_));

@@ -151,8 +151,12 @@ class SharedForward {
 
 Status forward_over_ranks(const Engine& engine, Exchange& exchange, const RoutedCall& call, const TensorView& out,
                           SharedExpertsWork* work) {
-  KT_RETURN_IF_ERROR(check_finite(call.x, "x"));
-  KT_RETURN_IF_ERROR(check_finite(call.weights, "weights"));
+  KT_RETURN_IF_ERROR(
+      with_check({{&call.x, "x"}, {&call.weights, "weights"}}, engine.num_threads, [&](const FiniteCheck* finite) {
+        if (!finite) return;
+        ThreadPool::instance().run(finite->num_parts(), engine.num_threads,
+                                   [&](int64_t part) { finite->check_part(part); });
+      }));
   const int64_t pair_bytes = call.ids.shape[1] * call.x.shape[1] * static_cast<int64_t>(sizeof(float));
   const int64_t at_once = std::max(kBytesAtOnce / pair_bytes, kFewTokens);
   for (int64_t first = 0; first < out.shape[0]; first += at_once) {

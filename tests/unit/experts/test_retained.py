@@ -105,6 +105,11 @@ OTHERS = {
     "another scaling": (slot(scaling=2.0), r"slots\[1\].scaling was 2.0.* there and is 0.75"),
     "another dropout": (slot(dropout=0.5), r"slots\[1\].dropout was 0.5.* there and is 0.25"),
     "another seed": (slot(seed=8), r"slots\[1\].seed was 8 there and is 7 here"),
+    "a part of other experts": (slot(first_expert=4), r"slots\[1\].first_expert was 4 there and is 0 here"),
+    "a part of other tokens": (
+        slot(tokens=torch.tensor([0, 1, 2, 3, 4, 6])),
+        r"slots\[1\].tokens\[5\] was 6 there and is 5 here",
+    ),
 }
 
 

@@ -151,11 +151,18 @@ void test_bound(int num_nodes, Report& report) {
   }
 }
 
-std::atomic<bool> worker_is_awake{false}, tasks_are_over{false}, late_worker_was_there{false};
+std::atomic<bool> worker_is_awake{false}, tasks_are_over{false}, job_has_ended{false};
+std::atomic<bool> ended_before_the_worker{false}, waited_in_vain{false};
+
+// Whether `flag` was set in time.
+bool wait_until(const std::atomic<bool>& flag, std::chrono::milliseconds at_most) {
+  const auto end = std::chrono::steady_clock::now() + at_most;
+  while (!flag.load() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  return flag.load();
+}
 
 void wait_until(const std::atomic<bool>& flag) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!flag.load() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  if (!wait_until(flag, std::chrono::seconds(60))) waited_in_vain = true;
 }
 
 // A worker that looks at a job when its last task is over: the job's memory must still be there.
@@ -163,16 +170,19 @@ void test_late_worker(Report& report) {
   kt::ThreadPool::instance().set_wake_hook([] {
     worker_is_awake = true;
     wait_until(tasks_are_over);
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // the caller, if it did not wait, would be gone
-    late_worker_was_there = true;
+    // A caller that does not wait for this worker is gone by then.
+    if (wait_until(job_has_ended, std::chrono::milliseconds(100))) ended_before_the_worker = true;
   });
   std::atomic<int> done{0};
   kt::ThreadPool::instance().run(2, 2, [&](int64_t) {  // both by the caller, while the worker is held up
     wait_until(worker_is_awake);
     if (++done == 2) tasks_are_over = true;
   });
-  report.equal("a job ends when no worker looks at it any more", late_worker_was_there.load());
+  job_has_ended = true;
   kt::ThreadPool::instance().set_wake_hook(nullptr);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a worker that was not waited for says so
+  report.equal("the worker was there, and the tasks ended", worker_is_awake && !waited_in_vain);
+  report.equal("a job ends when no worker looks at it any more", !ended_before_the_worker.load());
 }
 
 }  // namespace
