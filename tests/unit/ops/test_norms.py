@@ -34,7 +34,7 @@ def test_forward_is_hugging_faces(cls: type, dtype: torch.dtype) -> None:
     found = module(x)
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 4e-7, atol=0)
     if dtype == torch.bfloat16:
-        assert (found != expected).float().mean() < 0.002  # of 2,016; none measured
+        assert (found != expected).sum() <= 1  # none of 2,016; float32 may round to the other side of a middle
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)])

@@ -57,7 +57,7 @@ def test_it_equals_hugging_face_s_layer(native: Any) -> None:
     with hugging_face_in_float64():
         expected = gradient_of(layer().linear_attn, hidden, by_out)
     for ours, theirs in zip(gradient_of(native, hidden, by_out), expected, strict=True):
-        assert (ours - theirs).abs().max() <= 5e-6 * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= 4e-6 * theirs.abs().max()  # 4.2e-7 measured
 
 
 def test_a_row_that_forks_is_two_rows_with_one_prefix(native: Any) -> None:

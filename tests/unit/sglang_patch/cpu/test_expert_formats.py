@@ -36,7 +36,7 @@ from kt_runtime.wire.replies import STEP_RUNNING
 
 LENGTHS = (9, 70)
 FLOAT32_TOLERANCE = 4e-5  # of a log-probability; 4e-6 was measured: sums in another order
-# What bf16 itself, and activations in int8, cost a model this small, as a mean.
+# What bf16 itself, and activations in int8, cost a model this small, as a mean: 0.034 measured.
 BFLOAT16_TOLERANCE = 0.08
 LOADED = (
     *("int8", "fp8", "fp8_channel", "int4_g32", "gptq_int4_g32", "awq_g128"),

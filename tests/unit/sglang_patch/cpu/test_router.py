@@ -42,4 +42,4 @@ def test_norms_round_as_hugging_face_does(dtype: torch.dtype) -> None:
     found, expected = rms_norm(x, theirs.weight, 1e-6), theirs(x)
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 4e-7, atol=0)
     if dtype == torch.bfloat16:
-        assert (found != expected).float().mean() < 0.002  # of 2,112; none measured
+        assert (found != expected).sum() <= 1  # none of 2,112; float32 may round to the other side of a middle
