@@ -1,29 +1,32 @@
-"""Work on large adapters beside the engine's batches: in small pieces, between the batches.
+"""Background work on adapters, run between the engine's batches.
 
-A decode step waits for the slowest of its threads, one on each processor, some hundred times: whatever else computes
-meanwhile makes the step longer by as much, and is slowed down itself, to a quarter of its speed where it moves memory,
-since a step reads weights as fast as memory gives them. So threads that read, check, hash, convert, write or free a
-large adapter (`give_way`) do so in pieces of about `PIECE_BYTES`, a millisecond each, and call `pause` before each
-piece. The engine says when it computes (`Batches.computing`): meanwhile `pause` waits, without any lock. After a batch
-beside which a thread had to wait, the engine's thread sleeps for a moment (`Batches.give`), so that these threads have
-all processors; where nothing is served, they have them all the time. It does not look whether they are at work: a piece
-whose pages the system commits first takes many milliseconds, and so does one that waits for a disk.
+A decode step has one thread on each core, and its threads synchronise some hundred times, each time with the slowest.
+Any other thread that computes during the step lengthens it by its own time. That thread is slow, too: copies of memory
+run at a quarter of their speed, since the step uses all memory bandwidth.
 
-After the prompt that follows a decode step the engine's thread does not sleep: streams have waited for the prompt
-already, and wait for one thing at a time. It sleeps after the next batch, of whatever kind.
+**Background threads** read, check, hash, convert, write or free a large adapter (`give_way`). They work in pieces of
+about `PIECE_BYTES`, a millisecond each, and call `pause` before each piece. While the engine computes a batch
+(`Batches.computing`), `pause` waits, without any lock. If a background thread had to wait during a batch, the engine's
+thread sleeps for a moment after it (`Batches.give`), so that background threads have all cores. Without requests they
+always have them. The engine does not check whether they are computing: a piece takes many milliseconds if the system
+must commit its pages or if it waits for a disk.
 
-So a publication makes each step longer by at most `GIVEN` of it, and `MOST_GIVEN_SECONDS`, however large the adapter
-is. After a step that took longer than usual the engine's thread sleeps for less, at least `LEAST_GIVEN_SECONDS`:
-a stream then waits about as long as for a usual step and `MOST_GIVEN_SECONDS`, or for the step alone. There is progress
-during a long batch, too, of `SHARE` of its time after the first `ALONE_SECONDS`: a long prompt does not stop a
+After a prefill that follows a decode step the engine's thread does not sleep, since the streams have already waited for
+the prefill. It sleeps after the next batch instead, of any kind.
+
+So a publication lengthens each step by at most the share `GIVEN` and at most `MOST_GIVEN_SECONDS`, for any size of
+adapter. After a step that took longer than usual the sleep is shorter, but at least `LEAST_GIVEN_SECONDS`: a stream
+then waits about as long as for a usual step and its sleep, or for the long step alone. During a long batch, each
+background thread may use `SHARE` of the time after the first `ALONE_SECONDS`, so a long prefill does not stop a
 publication.
 
-The client of a small adapter waits for it, and it is ready within 40 ms on free processors. Its threads (`hurry`) never
-pause. If it is not ready at a batch's end, the engine's thread sleeps until it is (`ended`), at most `WAITED` of the
-batch's time and `LEAST_WAITED_SECONDS`: it would be ready a whole step later otherwise. A thread that a file system
-keeps waiting is waited for no longer than `HURRY_SECONDS`.
+**Urgent threads** (`hurry`) work on a small adapter, which is ready within 40 ms on free cores and for which a client
+waits. They never pause. If one has not finished (`ended`) at a batch's end, the engine's thread sleeps until it has:
+without that sleep the adapter would be ready a whole step later. The sleep is at most `WAITED` of the batch's time plus
+`LEAST_WAITED_SECONDS`, and at most `MOST_WAITED_SECONDS`. The engine ignores a thread that has been urgent for more
+than `HURRY_SECONDS`: it waits for a file system.
 
-Which pieces there are does not depend on time: nothing computed here depends on when it was paused.
+How work is cut into pieces does not depend on time, so no result depends on pauses.
 """
 
 from __future__ import annotations
@@ -37,30 +40,31 @@ from kt_runtime import priority
 
 PIECE_BYTES = 2 << 20
 ALONE_SECONDS = 0.08
-"""Nothing computes beside a batch before it has taken so long: most decode steps end earlier."""
+"""Background threads stay paused for this first part of a batch: most decode steps end earlier."""
 SHARE = 0.05
-"""Of a batch's time from then on, that each thread beside it may compute."""
+"""After that, the share of the batch's time that each background thread may use."""
 GIVEN, MOST_GIVEN_SECONDS = 0.4, 0.008
-"""After a batch the engine's thread sleeps for this share of its time, at most so long."""
+"""Sleep of the engine's thread after a batch: its share of the batch's time, and its upper bound."""
 LEAST_GIVEN_SECONDS = 0.001
-"""After a step that took longer than usual: a publication goes on, whatever steps take."""
+"""Minimum sleep after a step that took longer than usual, so that a publication still progresses."""
 USUAL_STEPS = 16
-"""About so many of the last steps say how long one usually takes."""
+"""The usual time of a step is a running mean over about this number of steps."""
 WAITED, LEAST_WAITED_SECONDS, MOST_WAITED_SECONDS = 0.5, 0.008, 0.03
-"""While a thread hurries, it sleeps for this share of the batch's time and for so long, at most so long in all."""
+"""Longest sleep for urgent threads: a share of the batch's time plus seconds, and the upper bound of this sum."""
 HURRY_SECONDS = 0.5
-"""A thread that hurries takes no longer, or waits for something else than a processor."""
+"""Longest time for which a thread is urgent: one that takes longer waits for something other than a core."""
 LATELY_SECONDS = 1.0
-"""Requests are served, if a batch ended so recently; threads work, if one began a piece so recently."""
+"""Requests count as being served for so long after a batch, and threads as working for so long after a piece began."""
 DOZE_SECONDS = 0.001
-"""It sleeps for so long at once, and looks whether the thread that hurries has ended."""
+"""Poll interval while the engine's thread sleeps for urgent threads."""
 
 
 class Batches:
-    """When the engine of this process computes. `computing` and `give` are for the engine's thread, the rest is for
-    others.
+    """The times at which this process's engine computes batches. The engine's thread calls `computing` and `give`,
+    other threads the rest.
 
-    `clock`: monotonic seconds. `used`: the calling thread's seconds of processor time. `sleep`: of the engine's thread.
+    `clock`: monotonic seconds. `used`: the calling thread's CPU time in seconds. `sleep`: how the engine's thread
+    sleeps.
     """
 
     def __init__(
@@ -71,21 +75,21 @@ class Batches:
     ) -> None:
         self._clock, self._used, self._sleep = clock, used, sleep
         self._changed = threading.Condition()
-        self._number, self._seconds = 0, 0.0  # of the latest batch; 0 after `give`
-        self._ended = float("-inf")  # when the latest batch did
-        self._began: float | None = None  # None: no batch is computed
-        self._is_prompt, self._is_step = False, False  # the latest batch
-        self._puts_off = False  # the sleep after the latest batch comes after the next one
-        self._usual: float | None = None  # seconds of a step
+        self._number, self._seconds = 0, 0.0  # number and duration of the latest batch; 0 seconds after `give`
+        self._ended = float("-inf")  # end of the latest batch
+        self._began: float | None = None  # start of the present batch; None: no batch is computed
+        self._is_prompt, self._is_step = False, False  # kind of the latest batch
+        self._puts_off = False  # the sleep after the latest batch is postponed to the end of the next one
+        self._usual: float | None = None  # mean seconds of a step
         self._has_paused = False
-        self._worked = float("-inf")  # when a thread that gives way last began a piece
+        self._worked = float("-inf")  # when a background thread last began a piece
         self._of_thread = threading.local()
-        self._hurrying: dict[int, float] = {}  # since when, by thread
+        self._hurrying: dict[int, float] = {}  # urgent threads, and since when
 
     @contextmanager
     def computing(self, *, is_prompt: bool = False, is_step: bool = False) -> Iterator[None]:
-        """A batch is computed in the block, by any number of threads. `is_prompt`: no stream gets a token by it.
-        `is_step`: every stream gets one token, and nothing else is done."""
+        """The engine computes a batch inside this context, with any number of threads. `is_prompt`: the batch is a
+        prefill, from which no stream gets a token. `is_step`: it is a decode step, with one token for every stream."""
         self._number += 1
         self._is_prompt, self._is_step = is_prompt, is_step
         began = self._began = self._clock()
@@ -106,12 +110,12 @@ class Batches:
         return self._began is not None or self._clock() - self._ended < LATELY_SECONDS
 
     def has_work_beside(self) -> bool:
-        """Whether threads that give way, or hurry, work or have just worked."""
+        """Whether a background or urgent thread works now or has just worked."""
         return bool(self._hurrying) or self._clock() - self._worked < LATELY_SECONDS
 
     def give(self) -> None:
-        """Between two batches: sleeps while a thread hurries, or, if one has paused beside the last batch, for the time
-        that is given. Not after a first prompt: then after the batch that follows it."""
+        """Sleeps between two batches: for urgent threads, and, if a background thread paused during the last batch, for
+        background threads. A sleep due after a prefill is postponed once, to the end of the next batch."""
         seconds, self._seconds = self._seconds, 0.0
         if not seconds or not (self._has_paused or self._hurrying):
             return
@@ -127,7 +131,8 @@ class Batches:
             now = self._clock()
 
     def _given(self, seconds: float) -> float:
-        """After a batch that took so long. Other batches than steps are not compared."""
+        """Sleep for background threads after a batch that took `seconds`. Only decode steps are compared with usual
+        ones."""
         whole = min(MOST_GIVEN_SECONDS, GIVEN * seconds)
         if not self._is_step or self._usual is None:
             return whole
@@ -137,23 +142,24 @@ class Batches:
         return any(now - since < HURRY_SECONDS for since in list(self._hurrying.values()))
 
     def hurry(self) -> None:
-        """The engine waits for this thread after batches, until the thread calls `ended`."""
+        """Makes this thread urgent: the engine sleeps for it after batches, until the thread calls `ended`."""
         self._hurrying[threading.get_ident()] = self._clock()
 
     def ended(self) -> None:
-        """The engine need not wait for this thread. Without `hurry` there is nothing to do."""
+        """This thread is no longer urgent. No effect without `hurry`."""
         self._hurrying.pop(threading.get_ident(), None)
 
     def give_way(self) -> None:
-        """From now on `pause` waits on this thread."""
+        """Makes this thread a background thread: from now on its `pause` waits."""
         self._of_thread.number = 0
 
     def gives_way(self) -> bool:
-        """Whether `pause` waits on this thread."""
+        """Whether this thread is a background thread, whose `pause` waits."""
         return hasattr(self._of_thread, "number")
 
     def pause(self) -> None:
-        """Before each piece of work. Returns at once on a thread that has not called `give_way`."""
+        """Waits while the engine needs the cores; call it before each piece of work. Returns at once unless this thread
+        is a background thread."""
         of_thread = self._of_thread
         if not self.gives_way():
             return
@@ -169,22 +175,22 @@ class Batches:
         self._worked = self._clock()
 
     def _wait(self, number: int, seconds: float) -> None:
-        """Until the batch has ended, at most so long."""
+        """Waits until the batch has ended, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._began is None or self._number != number, seconds)
 
 
 BATCHES = Batches()
-"""Of this process's engine."""
+"""The batches of this process's engine."""
 pause = BATCHES.pause
 
 
 def give_way() -> None:
-    """From now on this thread gives way to the engine's: by its priority, and where it calls `pause`."""
+    """Makes this thread a background thread: from now on it has a lower priority, and waits in `pause`."""
     priority.give_way()
     BATCHES.give_way()
 
 
 def piece(items: int, num_bytes: int) -> int:
-    """How many of `items`, which have `num_bytes` in all, are a piece: at least one."""
+    """Number of items in a piece, at least one, if `items` of them have `num_bytes` in total."""
     return max(1, items * PIECE_BYTES // max(num_bytes, 1))

@@ -1,8 +1,7 @@
 """Reads and writes that bypass the system's page cache (O_DIRECT, Linux), of data that is not in it.
 
-No memory is taken for pages that nobody reads again. Pages of gigabytes would push out what is used, or be freed in
-their turn, for which a virtual machine may stop (`spare.py`). Without support by the file system, files are read and
-written as usual.
+Pages that nobody reads again take no memory. Gigabytes of them would evict pages in use, or be freed later, for which a
+virtual machine may stop (`spare.py`). Without support by the file system, files are read and written as usual.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import threading
 from collections.abc import Sequence
 
 DIRECT_BYTES = 32 << 20
-"""A file of so many bytes is worth it."""
+"""Smallest file for which bypassing the page cache pays."""
 BLOCK_BYTES = 4096  # a multiple of the alignment that disks and file systems require
-_WRITTEN_BYTES = 2 << 20  # at once
+_WRITTEN_BYTES = 2 << 20  # bytes of one write
 _MOST_CACHED = 0.5  # share of the bytes; above it, most of the work is a copy from memory
 _CACHESTAT = 451  # system call, the same number on x86-64 and 64-bit Arm; Linux 6.5
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last: a system without /proc

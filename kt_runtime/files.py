@@ -1,8 +1,7 @@
 """Atomic, durable writes: write under a temporary name, fsync, rename, fsync the directory.
 
-A reader sees either the old file or the new file, whole, also after a crash or `kill -9`.
-Temporary names start with `TEMPORARY_PREFIX`; code that lists a directory skips them, and `remove_unfinished` removes
-what a crash left.
+A reader sees either the old file or the new file, whole, also after a crash or `kill -9`. Temporary names start with
+`TEMPORARY_PREFIX`; code that lists a directory skips them, and `remove_unfinished` removes those that a crash left.
 
 Bounded reads of untrusted files: only regular files, never more than a given number of bytes.
 """
@@ -296,8 +295,8 @@ def visible_entries(directory: Path) -> list[Path]:
 def remove_unfinished(root: Path) -> list[str]:
     """Removes temporary entries in `root` and in its directories; returns a message for each that can't be removed.
 
-    Two levels deep, as directories of adapter versions are. Never call it beside a writer. Does nothing if `root` does
-    not exist.
+    Two levels deep, as directories of adapter versions are. Never call it while another thread or process writes there.
+    Does nothing if `root` does not exist.
     """
     problems: list[str] = []
     for directory in [root, *_subdirectories(root, problems)]:

@@ -1,19 +1,19 @@
-"""Which of a process's threads come first on busy processors (sched(7), sched_setattr(2)).
+"""Priority of a process's threads on busy cores (sched(7), sched_setattr(2)).
 
-A decode step waits for the slowest of its threads, one on each processor, some hundred times. A thread that works on an
-adapter meanwhile would take far more of the processors than its niceness says: where it keeps one of the step's threads
-waiting, the others have nothing to do, and it takes their processors, too. Linux leaves it there until its slice of
-time has passed, milliseconds each time.
+A decode step has one thread on each core, and its threads synchronise some hundred times, each time with the slowest. A
+background thread that works on an adapter meanwhile would get much more CPU time than its niceness suggests. While it
+delays one of the step's threads, the others are idle, and background threads get their cores, too. Linux lets a thread
+run until its time slice ends, which takes milliseconds each time.
 
-So the engine's threads ask for the shortest slices (`come_first`): since Linux 6.12 a thread that wakes takes the
-processor from one with longer slices at once. Earlier systems ignore that.
+So the engine's threads ask for the shortest time slices (`come_first`). Since Linux 6.12 a thread that wakes preempts
+one with longer slices at once. Earlier systems ignore the request.
 
-And each of them has a processor of its own. The pool's workers are pinned (csrc/threads/pool.h); a calling thread that
-is not may come to share a worker's processor, where each waits for the other half of the time, while the thread that
-gives way has the calling thread's processor whole, whatever its niceness. So a batch is computed `on_processor`. Also
-where nothing gives way: a step of one stream takes 14 ms then, and 16 otherwise. But where other programs keep that
-processor busy, the thread waits for it beside a free one: three servers on two processors took 151 s for what took 131
-without. So a thread that often waits has its `OwnProcessor` no more, for some time.
+Each of the engine's threads also has its own core. The pool's workers are pinned (csrc/threads/pool.h). If the thread
+that calls them were not pinned, it might share a worker's core: each would then wait half of the time, while a
+background thread has the calling thread's core to itself, whatever its niceness. So a batch is computed `on_processor`.
+This helps without background threads, too: a step of one stream takes 14 ms instead of 16. If other programs keep that
+core busy, however, the pinned thread waits although another core is free: three servers on two cores took 151 s instead
+of 131 s. So a thread that often waits gives up its `OwnProcessor` for some time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SHORT_SLICE_NS = 100_000
-"""The shortest that Linux accepts."""
+"""The shortest time slice that Linux accepts."""
 NICENESS = 10
-"""What threads that give way add to the process's: a tenth of a busy processor's time."""
+"""Niceness of background threads above the process's: they get a tenth of a busy core's time."""
 
 MOST_WAITED = 0.25
-"""Of a batch's time, that its thread waits for its own processor at most, on average of about `AVERAGED` batches."""
+"""Largest share of a batch's time that its thread may wait for its own core: a running mean over about `AVERAGED`
+batches."""
 AVERAGED = 16
 FREE_BATCHES = 256
-"""On any processor, after the thread has waited for its own."""
+"""Number of batches that the thread computes on any core once it has waited too long for its own."""
 
 _TASKS = Path("/proc/self/task")
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
@@ -46,9 +47,10 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 
 
 def come_first(thread: int, slice_ns: int = SHORT_SLICE_NS) -> bool:
-    """Gives a thread of this process, by its system id, short slices; its niceness stays. False: not possible here.
+    """Gives a thread of this process (its system id) short time slices and keeps its niceness. False: not possible
+    here.
 
-    Threads that it starts have them, too. `slice_ns` 0: the system's own slices.
+    Threads that it starts inherit them. `slice_ns` 0: the system's default slices.
     """
     if _SET_ATTRIBUTES is None:
         return False
@@ -60,10 +62,10 @@ def come_first(thread: int, slice_ns: int = SHORT_SLICE_NS) -> bool:
 
 
 def give_way(thread: int | None = None) -> None:
-    """From now on a thread of this process (None: this one), and those that it starts, get less of a busy processor
-    than the process's others.
+    """Lowers the priority of a thread of this process (None: this one) and of those that it starts: on a busy core they
+    get less time than the process's other threads.
 
-    There is no way back without privileges (setpriority(2); Linux counts by thread).
+    Only a privileged process can raise it again (setpriority(2); in Linux each thread has its own niceness).
     """
     thread = threading.get_native_id() if thread is None else thread
     with contextlib.suppress(OSError):
@@ -75,9 +77,9 @@ def give_way(thread: int | None = None) -> None:
 
 @contextlib.contextmanager
 def on_processor(processor: int | None) -> Iterator[None]:
-    """This thread runs on that processor in the block, if the system lets it; None: on any.
+    """Pins this thread to that processor inside the context, if the system allows it; None: to none.
 
-    Threads that it starts meanwhile stay there: it must start none.
+    A thread that it started meanwhile would inherit the pinning for good, so it must start none.
     """
     before: set[int] | None = None
     if processor is not None and hasattr(os, "sched_setaffinity"):
@@ -94,10 +96,10 @@ def on_processor(processor: int | None) -> Iterator[None]:
 
 
 class OwnProcessor:
-    """Where a thread computes its batches: on `processor`, unless other programs keep it busy. None: on any.
+    """The processor on which a thread computes its batches: `processor`, unless other programs keep it busy. None: any.
 
     One thread calls `batch`. `clock`: seconds. `waited`: seconds that the calling thread has waited for a processor,
-    since it began; None where the system does not say, and then `processor` is kept.
+    since the thread began; None if the system does not report it: `processor` is then kept.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class OwnProcessor:
 
     @contextlib.contextmanager
     def batch(self, *, has_work_beside: bool) -> Iterator[None]:
-        """`has_work_beside`: threads of this process work that give way, so this one stays on its processor."""
+        """`has_work_beside`: background threads of this process are working, so this thread stays on its processor."""
         if self._free and not has_work_beside:
             self._free -= 1
             yield
@@ -130,7 +132,7 @@ class OwnProcessor:
 
 
 class RunQueue:
-    """How long a thread was ready to run and had no processor: the second number of its schedstat (proc(5))."""
+    """Seconds for which a thread was ready to run but had no core: the second number of its schedstat (proc(5))."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -1,8 +1,8 @@
 """Freed memory of adapters: kept for the next adapter of the same size, or given back slowly.
 
-The kernel clears each page at its first use. That takes longer than copying an adapter into it, and twice as long
-beside busy processors; a session that publishes again and again needs as much memory each time. Huge pages are no help:
-where memory is fragmented, the kernel takes a second to find them.
+The kernel clears each page at its first use. That takes longer than copying an adapter into it, and twice as long while
+the other cores are busy. A session that publishes repeatedly needs the same amount of memory each time. Huge pages do
+not help: if memory is fragmented, the kernel takes a second to find them.
 
 A virtual machine whose system reports free pages to the host (virtio-balloon's free page reporting) stops all of its
 processors while the host takes them: 20 to 35 ms for each 128 MiB, every two seconds. So while requests are served and
@@ -28,20 +28,20 @@ from kt_runtime.beside import BATCHES, PIECE_BYTES, give_way, pause
 from kt_runtime.mapped import array_of, give_piece_back, mapped
 
 MOST_BYTES = 512 << 20
-"""Kept in all, between `keep` and `free`."""
+"""Upper bound on all kept memory, between `keep` and `free`."""
 LEAST_SMALL_BYTES, SMALL_BYTES, MOST_SMALL_BYTES = 1 << 20, 16 << 20, 64 << 20
-"""Small memory is kept always, so much in all."""
+"""Memory of at least the first and at most the second size is always kept, up to the third in total."""
 GIVEN_BACK_BYTES_PER_S = 32 << 20
-"""While requests are served."""
+"""Rate at which freed memory is given back while requests are served."""
 PLENTY = 0.25
-"""Of the machine's memory: while less is available, memory is given back as fast as it goes."""
+"""While less than this share of the machine's memory is available, freed memory is given back without a rate limit."""
 
 _KEPT: list[mmap.mmap] = []
 _KEEPS_LARGE = threading.Event()
 
 
 def array(num_bytes: int) -> np.ndarray:
-    """uint8 [bytes], at least one, with arbitrary contents. The memory is free after the array and all of its views."""
+    """A uint8 array [bytes], at least one, with arbitrary contents. Its memory is freed with the last of its views."""
     _to_leave()  # the thread starts here: `_ended` may be called at any moment
     return array_of(_kept(num_bytes) or _taken(num_bytes) or mapped(num_bytes), _ended)
 
@@ -52,7 +52,7 @@ def keep() -> None:
 
 
 def free() -> None:
-    """Gives back what was kept, and keeps no large memory from now on."""
+    """Gives kept memory back, and keeps no large memory from now on."""
     _KEEPS_LARGE.clear()
     with contextlib.suppress(IndexError):
         while True:
@@ -64,7 +64,7 @@ def kept_bytes() -> int:
 
 
 def leaving_bytes() -> int:
-    """Memory that is going to be given back, at once when memory gets short."""
+    """Bytes that are still to be given back; without a rate limit once memory is short."""
     return sum(each.left_bytes for each in list(_LEAVING))
 
 
@@ -78,7 +78,8 @@ def _kept(num_bytes: int) -> mmap.mmap | None:
 
 
 def _ended(memory: mmap.mmap) -> None:
-    """On any thread, at any moment: nothing here takes a lock. The oldest make room."""
+    """Keeps or gives back freed memory; beyond the bound the oldest is given back. Called on any thread at any moment,
+    so nothing here takes a lock."""
     keeps_large = _KEEPS_LARGE.is_set()
     if not keeps_large and not LEAST_SMALL_BYTES <= len(memory) <= SMALL_BYTES:
         _leave(_LeavingMemory(memory))
@@ -90,8 +91,8 @@ def _ended(memory: mmap.mmap) -> None:
 
 
 class Leaving:
-    """Memory of another module. `left_bytes`: not given back yet. `ended`: done at the end, or once a part has returned
-    False."""
+    """Memory of another module that is given back in parts. `left_bytes`: bytes not given back yet. `ended`: done at
+    the end, or once a part has returned False."""
 
     def __init__(self, parts: Sequence[Callable[[], bool]], num_bytes: int) -> None:
         self._parts, self.left_bytes, self.ended = parts, num_bytes, Future[None]()
@@ -110,22 +111,22 @@ class Leaving:
 
 
 def give_back(parts: Sequence[Callable[[], bool]], num_bytes: int) -> Leaving:
-    """Calls `parts`, each of which gives some of `num_bytes` back, on another thread, as slowly as other memory. Stops
-    when one returns False: the memory is used again."""
+    """Calls `parts`, each of which gives some of `num_bytes` back, on another thread and at the rate of other memory.
+    Stops when one returns False: the memory is in use again."""
     leaving = Leaving(parts, num_bytes)
     _leave(leaving)
     return leaving
 
 
 class _LeavingMemory:
-    """Memory that is given back in pieces, and may be taken before all of it is."""
+    """Memory that is given back in pieces; until all of it is, it may be taken for another adapter."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory, self.left_bytes = memory, len(memory)
         self._lock, self._is_taken = threading.Lock(), False
 
     def take(self) -> bool:
-        """False: somebody else has it. Its contents are arbitrary."""
+        """Takes the memory for another use, with arbitrary contents. False: it was taken or given back before."""
         with self._lock:
             was_taken, self._is_taken, self.left_bytes = self._is_taken, True, 0
             return not was_taken
@@ -153,7 +154,7 @@ def _taken(num_bytes: int) -> mmap.mmap | None:
 
 
 def _leave(leaving: _LeavingMemory | Leaving) -> None:
-    """On any thread, at any moment."""
+    """Queues memory to be given back. Called on any thread at any moment."""
     _LEAVING.append(leaving)
     _to_leave().put(leaving)
 
@@ -175,7 +176,7 @@ def _to_leave() -> queue.SimpleQueue[_LeavingMemory | Leaving]:
 
 
 def _wait(num_bytes: int) -> None:
-    """After so many were given back, for the pace."""
+    """Waits after giving back `num_bytes`, to keep the rate."""
     if BATCHES.are_computed():
         memory = psutil.virtual_memory()
         if memory.available >= PLENTY * memory.total:

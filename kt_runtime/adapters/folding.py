@@ -68,7 +68,7 @@ def _uniform(part: Part, rank: int, common: float, *, owns: bool) -> LoraPair:
 
 
 def _stacked_views(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair | None:
-    """As `_stack`, without a copy, where the experts' tensors lie one behind the other from an aligned address on: in
+    """As `_stack`, without a copy, where the experts' tensors are adjacent in memory, from an aligned address on: in
     what `read_tensor_file` has read, or in a file's stacked tensor."""
     if any(part.scaling != common or part.pair.a.shape[0] != rank for part in parts.values()):
         return None

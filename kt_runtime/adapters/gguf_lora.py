@@ -51,7 +51,7 @@ COMPARED = (
     *("glm4_moe", "glm4_moe_lite", "minimax_m2"),
     *("gpt_oss", "llama4_text", "qwen3_next", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa"),
 )
-"""The families whose files were compared with llama.cpp. Of others it may order rows in its own way."""
+"""The families whose files were compared with llama.cpp. It may order the rows of others differently."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
 _COMPRESSED = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 NOT_APPLIED = {"deepseek2": _COMPRESSED, "deepseek32": _COMPRESSED, "glm-dsa": _COMPRESSED}
@@ -158,7 +158,7 @@ class Place:
 
 
 def places(family: Family, config: Mapping[str, Any]) -> dict[str, Place]:
-    """By name, such as `blk.0.ffn_gate.weight`, the matrices of a model's file for which LoRA is read."""
+    """The matrices of a model's file for which LoRA is read, by names such as `blk.0.ffn_gate.weight`."""
     return {
         part.name: Place(module, held, number)
         for module in family.lora_modules(config)

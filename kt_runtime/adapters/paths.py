@@ -107,8 +107,8 @@ class OpenFile:
     """`path` is for messages only. `size`: when the file was opened. The methods raise AdapterError if the file has
     another size when its bytes are read.
 
-    A large file is read past the system's page cache, where it is not in it: it is read once, and pages of gigabytes
-    would push out what is used.
+    A large file that is not in the system's page cache is read without it: the file is read once, and gigabytes of its
+    pages would evict pages in use.
     """
 
     path: Path
@@ -154,7 +154,8 @@ class OpenFile:
                     filled, used = filled + count, used[count:]
 
     def _read_into(self, blocks: memoryview, done: int, direct: DirectFile) -> int:
-        """From `done`, a multiple of the block size, as many as `blocks` take or fewer, at least one."""
+        """Reads bytes from offset `done`, a multiple of the block size: as many as `blocks` take or fewer, at least
+        one."""
         pause()
         count = direct.read_into([blocks], done) if self.size >= DIRECT_BYTES else 0
         count = count or os.preadv(self.descriptor, [blocks], done)
@@ -163,7 +164,7 @@ class OpenFile:
         return count
 
     def check_end(self) -> None:
-        """After the last byte was read."""
+        """Raises AdapterError if the file has grown. Call it after the last byte was read."""
         if os.pread(self.descriptor, 1, self.size):
             raise AdapterError(f"{self.path}: became longer while it was read (more than {self.size} bytes)")
 
@@ -191,7 +192,7 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
 
 
 def _blocks(num_bytes: int) -> memoryview:
-    """Memory for so many and for the rest of their last block."""
+    """Memory for so many bytes, rounded up to whole blocks."""
     return spare.array(_whole_blocks(max(num_bytes, 1))).data
 
 

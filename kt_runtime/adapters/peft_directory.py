@@ -16,7 +16,7 @@ transformers' gpt-oss has fused experts that PEFT does not convert: there `targe
 A directory is opened once, and validated whole before any of it is used. Sharded files and other fused experts of PEFT
 (`target_parameters` other than linears' weights) are refused by name.
 
-KTransformers writes the routed experts that kt-kernel trained as `fused_expert_lora.safetensors` beside the two files;
+KTransformers writes the routed experts that kt-kernel trained as `fused_expert_lora.safetensors` next to the two files;
 rank and alpha of adapter_config.json hold for both tensor files. Keys are `layers.L.experts.{gate,up,down}_lora_{a,b}`;
 `a` is [E, R, in], `b` is [E, out, R], as written by kt-kernel 0.7.2 (`kt_kernel.sft`).
 """
@@ -110,13 +110,14 @@ def read_peft_directory(
 
 
 def _place(key: str, family: Family) -> Place:
-    """The tensors of a layer's experts lie one behind the other, as `fold` stacks them."""
+    """Place of a tensor in memory: those of a layer's experts are adjacent, in the order in which `fold` stacks
+    them."""
     match = _EXPERT_KEY.fullmatch(_ours(key, family))
     return (match["parent"], match["rest"], int(match["expert"])) if match else (key, "", 0)
 
 
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
-    """Those of PEFT's fused form, by transformers' names, where the family's files have it."""
+    """The tensors of PEFT's fused form, by transformers' names, if the family's files have it."""
     names = {_ours(key, family): tensor for key, tensor in tensors.items()}
     return {key: tensor for key, tensor in names.items() if family.peft_experts == "fused" and is_fused(key)}
 

@@ -1,4 +1,4 @@
-"""For users: how much of an adapter directory each program loads, counted from the directory itself.
+"""How much of an adapter directory each program loads, for users; counted from the directory itself.
 
 `peft_directory` describes which modules PEFT 0.21 finds, `gguf_lora` which ones llama.cpp applies; docs/adapters.md
 describes how both were compared with the programs themselves.
@@ -22,8 +22,8 @@ from kt_runtime.families import MLP, SHARED, Family, family_for
 
 _FUSED = (".experts", ".experts.base_layer")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_WHOLE_QUERIES = ".self_attn.q_proj"  # of latent attention without compressed queries, as in DeepSeek-V2-Lite
-_SPLIT_QUERIES = (".linear_attn.in_proj_qkv", ".linear_attn.in_proj_z")  # of Gated DeltaNet, as in Qwen3.5
+_WHOLE_QUERIES = ".self_attn.q_proj"  # latent attention without compressed queries, as in DeepSeek-V2-Lite
+_SPLIT_QUERIES = (".linear_attn.in_proj_qkv", ".linear_attn.in_proj_z")  # Gated DeltaNet as in Qwen3.5
 
 
 @dataclass(frozen=True)

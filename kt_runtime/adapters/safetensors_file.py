@@ -36,7 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 PART_BYTES = 16 << 20
-"""A thread reads so many at once: a small adapter is read by one."""
+"""Bytes that a thread reads at once: one thread reads a small adapter."""
 Place = tuple[str, str, int]
 """Group and number of a tensor: the group's two names, and the tensor's place in it."""
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
@@ -92,8 +92,8 @@ def read_tensor_file(
     """The tensors of an open file in one piece of memory, in the order of the file's header. Raises as `read_tensors`,
     before any tensor is read, and as `OpenFile.spread`.
 
-    `place`: of a tensor in memory, by its name. Those of equal names in it lie one behind the other by number, without
-    a gap, if their dtypes are equal: together they are one tensor, and need not be copied to become one.
+    `place`: gives a tensor's place in memory from its name. Tensors of the same group lie one after another by number.
+    If their dtypes are equal there is no gap: together they are one tensor, without a copy.
     """
     entries = _header(file.beginning, file.size, str(file.path), FLOAT_DTYPES, max_header_bytes)
     places, num_bytes = _places(entries, place)
@@ -117,8 +117,8 @@ def read_tensor_file(
 
 
 def _places(entries: Mapping[str, Entry], place: Callable[[str], Place]) -> tuple[dict[str, slice], int]:
-    """Where each tensor lies, in bytes, and how many these are. Sorted by group: a sort of all names would hold the GIL
-    for long."""
+    """Each tensor's range of bytes in memory, and the total number of bytes. Names are sorted within their groups: one
+    sort of all names would hold the GIL for long."""
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in entries:
         pause()
@@ -139,7 +139,7 @@ def _places(entries: Mapping[str, Entry], place: Callable[[str], Place]) -> tupl
 
 
 def _parts(entries: Mapping[str, Entry]) -> list[list[str]]:
-    """Of the tensors in a file's order, for threads: consecutive ones, of about `PART_BYTES`."""
+    """Parts for threads: names of consecutive tensors in the file's order, of about `PART_BYTES` bytes each."""
     parts: list[list[str]] = []
     stop = -1
     for name in sorted(entries, key=lambda name: entries[name].start):
@@ -153,7 +153,7 @@ def _parts(entries: Mapping[str, Entry]) -> list[list[str]]:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
     """Writes a new file at `path`, one tensor after another, each converted to `dtype` if given. Does not fsync.
 
-    A large file is written past the system's page cache.
+    A large file is written without the system's page cache.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

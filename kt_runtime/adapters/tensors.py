@@ -33,15 +33,15 @@ from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
-"""For work on all tensors of an adapter, which a client waits for."""
+"""Number of threads for work on all tensors of an adapter, for which a client waits."""
 PARTS_OF_THREAD = 4
 """Handing an item to a thread takes as long as computing a small one: each takes several at once."""
 
 ALIGNMENT = 64
-"""Bytes: a cache line."""
+"""Alignment of tensors in bytes: a cache line."""
 LARGE_BYTES = 32 << 20
-"""Work on an adapter of so many bytes gives way to the engine (`beside.py`); on a smaller one it ends within a decode
-step."""
+"""Work on an adapter of at least so many bytes pauses during the engine's batches (`beside.py`). Work on a smaller one
+takes less than a decode step."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -91,7 +91,7 @@ class AdapterTensors:
         modules: Mapping[str, LoraPair | tuple[torch.Tensor, torch.Tensor]],
         notes: tuple[str, ...] = (),
     ) -> AdapterTensors:
-        """From (A, B) pairs, routed experts stacked. Checks nothing: `check_adapter` does."""
+        """An adapter of (A, B) pairs, routed experts stacked. Checks nothing: `check_adapter` does."""
         return cls(rank, alpha, {name: LoraPair(*pair) for name, pair in modules.items()}, notes)
 
     @property
@@ -100,7 +100,7 @@ class AdapterTensors:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Flat, with one entry per expert: `NAME.lora_A.weight`, `NAME.lora_B.weight`. Views, no copies."""
+        """All tensors with one entry per expert, as `NAME.lora_A.weight` and `NAME.lora_B.weight`. Views, no copies."""
         flat: dict[str, torch.Tensor] = {}
         for name, pair in self.modules.items():
             if not pair.is_stacked:
@@ -139,11 +139,12 @@ class TensorContent(NamedTuple):
 
 
 Contents = Mapping[str, TensorContent]
-"""Of an adapter's tensors, by `NAME.lora_A` and `NAME.lora_B`; routed experts stacked."""
+"""The contents of an adapter's tensors, by `NAME.lora_A` and `NAME.lora_B`; routed experts are stacked."""
 
 
 def measured(tensor: torch.Tensor) -> TensorContent:
-    """In pieces, each of which is read twice while a core has it. Holds the GIL for microseconds only."""
+    """The content of a tensor. Works in pieces, each read twice while it is in a core's cache. Holds the GIL for
+    microseconds only."""
     digest, greatest = hashlib.sha256(), 0.0
     for part in pieces(tensor):
         digest.update(part.view(torch.uint8).numpy().data)
@@ -152,7 +153,7 @@ def measured(tensor: torch.Tensor) -> TensorContent:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """As `TensorContent.largest`."""
+    """The largest absolute value, as in `TensorContent.largest`."""
     greatest = 0.0
     for part in pieces(tensor):
         greatest = _larger(greatest, part)
@@ -160,7 +161,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All elements in row-major order on the CPU, flat, some at a time: beside the engine's batches."""
+    """All elements in row-major order on the CPU, flat, in pieces: a background thread pauses before each of them."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     for part in flat.split(piece(flat.numel(), flat.nbytes)) if flat.numel() else ():
         pause()
@@ -168,8 +169,8 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)`, some of the first dimension's items at a time: beside the engine's batches. At least one
-    dimension."""
+    """`target.copy_(source)` in pieces of the first dimension: a background thread pauses before each of them. Needs at
+    least one dimension."""
     at_once = piece(len(target), max(target.nbytes, source.nbytes))
     for first in range(0, len(target), at_once):
         pause()
@@ -184,7 +185,7 @@ _BITS: dict[int, tuple[type[np.generic], type[np.generic], torch.dtype]] = {
 
 
 def _larger(greatest: float, part: torch.Tensor) -> float:
-    """Once NaN, always NaN. `part`: contiguous.
+    """The larger of `greatest` and the largest absolute value of `part`, a contiguous tensor; NaN if one of them is.
 
     The bits of IEEE 754's numbers, read as integers, are in the order of the absolute values, infinity and then NaN at
     the end: as signed integers those of numbers without a sign, as unsigned ones those with it. These maxima take a
@@ -224,8 +225,8 @@ def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_I
 
 
 def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
-    """Threads whose tensor operations don't start further threads, for work on `num_bytes`. They pause beside the
-    engine's batches if this thread does."""
+    """Threads whose tensor operations don't start further threads, for work on `num_bytes`. They pause during the
+    engine's batches if this thread does, or if the work is large."""
     pauses = BATCHES.gives_way()
 
     def begin() -> None:
@@ -238,8 +239,8 @@ def thread_pool(name: str, num_bytes: int = 0) -> ThreadPoolExecutor:
 
 
 def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item], num_bytes: int = 0) -> list[_Result]:
-    """The function's results, in order, for work on `num_bytes` in all. Raises the first error, after the items under
-    way."""
+    """The function's results, in order, for work on `num_bytes` in all. Raises the first error, after the items that
+    are being computed."""
     if not items:
         return []
     each = -(-len(items) // (PARTS_OF_THREAD * NUM_THREADS))
@@ -252,8 +253,8 @@ def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item], num
 def without_openmp() -> None:
     """From now on, PyTorch's operations on this thread's tensors run on this thread alone.
 
-    Beside busy processors, OpenMP's threads wait for each other at the end of each operation, for as long as the system
-    lets other threads run. `torch.set_num_threads` would hold for other threads, too.
+    While other threads keep the cores busy, OpenMP's threads wait for each other at the end of each operation, for as
+    long as the system lets those other threads run. `torch.set_num_threads` would hold for other threads, too.
     """
     torch.get_num_threads()  # PyTorch sets the number itself when a thread asks first
     try:
@@ -264,7 +265,7 @@ def without_openmp() -> None:
 
 
 def give_way(num_bytes: int = LARGE_BYTES) -> None:
-    """For work on `num_bytes`, if they are many: as `beside.give_way`."""
+    """As `beside.give_way`, if the work is on at least `LARGE_BYTES`."""
     if num_bytes >= LARGE_BYTES:
         beside.give_way()
 

@@ -27,9 +27,9 @@ def check_adapter(
 ) -> None:
     """Raises AdapterError, beginning with `where`, unless the adapter can be served and trained unchanged.
 
-    One rank from 1 to `max_rank`, a finite positive alpha, at least one module, only modules that the model has,
-    fused groups complete, tensors of the right shape and of a known dtype, every number finite. `contents`: what is
-    known of the tensors already, so that they are not read again.
+    One rank from 1 to `max_rank`, a finite positive alpha, at least one module, only modules that the model has, fused
+    groups complete, tensors of the right shape and of a known dtype, every number finite. `contents`: those of the
+    tensors if they are known, so that the tensors are not read again.
     """
     check_rank(adapter.rank, max_rank, where)
     check_alpha(adapter.alpha, where)

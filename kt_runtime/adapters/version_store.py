@@ -5,8 +5,8 @@
 
 Directories and `current.json` are renamed into place: a crash leaves the old state or the new one, and temporary names,
 which listings skip. `current.json` is written after the version that it names. Only one process writes a store at a
-time; it holds a lock (`serve/adapter_directory.py`). Only the owner may read the files. A root that was there when the
-store was opened is never made again: a disk that has gone must not be replaced by a directory at its mount's point.
+time; it holds a lock (`serve/adapter_directory.py`). Only the owner may read the files. A root that existed when the
+store was opened is never created again: if its disk is lost, no directory may replace it at the mount point.
 
 Methods for one name raise OSError as the system calls do; `clean` and `scan` report it in their results.
 """
@@ -174,7 +174,7 @@ class VersionStore:
             raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self.root))
 
     def _unlink_current(self, name: str) -> None:
-        """Durably: a power cut must not bring an unloaded name back."""
+        """Removes `current.json` durably: a power cut must not restore an unloaded name."""
         path = self.root / name / CURRENT_FILE
         try:
             path.unlink()
@@ -191,7 +191,7 @@ class VersionStore:
     def clean(self) -> list[str]:
         """Removes what a crash left half written; returns a message for each entry that could not be removed.
 
-        Call it before the first write, never beside a writer.
+        Call it before the first write, never while another thread writes.
         """
         return remove_unfinished(self.root)
 

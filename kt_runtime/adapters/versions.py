@@ -1,4 +1,4 @@
-"""In memory: the current version of each adapter name, and the versions before it.
+"""The versions of each adapter name in memory: the current one and those before it.
 
 A version is immutable and identified by its content hash. A name has a list of the versions that it served, the current
 one last: publishing appends, a rollback cuts the list. Versions cut off stay known, so that a rollback by hash can
@@ -54,7 +54,7 @@ def content_hash(adapter: AdapterTensors, contents: Contents | None = None) -> s
     """SHA-256 over rank, alpha, and of each tensor in the order of the names: name, dtype, shape, SHA-256 of its bytes.
 
     Two adapters with the same hash give the same results. The same numbers in another dtype are another version.
-    `contents`: of the tensors that are measured already; the others are read here, on several threads.
+    `contents`: those of tensors that were measured before; the others are measured here, on several threads.
     """
     found = contents_of(adapter, contents)
     digest = hashlib.sha256(f"kt-runtime adapter 2\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())

@@ -96,7 +96,7 @@ def attend(
     """q [T, N, D], keys [rows, K, D], values [rows, K, V] -> [T, N, V] in q's dtype or `out_dtype`, rounded once.
 
     q is float32 or bfloat16; keys and values have one of both. Scores, softmax and sums are float32. A `logit_cap`
-    above 0 caps scores softly: cap * tanh(score / cap). `sinks` [N], float32: of each head a score that takes part in
+    above 0 caps scores softly: cap * tanh(score / cap). `sinks` [N], float32: a score for each head that takes part in
     the softmax, without a value. `window` above 0: a query sees at most so many keys, its own and those before it.
     `log_sums` [T, N], float32, is an optional output: log of the sum over keys and sink of exp(score). Rows of q that
     belong to no sequence give zeros. `chosen` [T, top_k], of `select_keys`: a query sees these keys only.

@@ -26,7 +26,7 @@ Product = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class Place(NamedTuple):
-    """Of an operation: in which part, and its number in that part."""
+    """Place of an operation: the number of its part, and its own number within that part."""
 
     collected: CollectedGradients
     part: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class CollectedGradients:
-    """Of the parts of one module. `product` computes a dense master's gradient."""
+    """Gradients of one module's masters over all of its parts. `product` computes a dense master's gradient."""
 
     def __init__(self, product: Product) -> None:
         self._product = product
@@ -57,7 +57,7 @@ class CollectedGradients:
             self._num_parts += 1
 
     def place(self, *masters: Tensor | None) -> Place:
-        """Of the operation that begins, whose masters these are."""
+        """The place of the operation that begins. `masters`: the operation's."""
         number, self._next = self._next, self._next + 1
         if number == len(self._masters):
             self._masters.append(masters)
@@ -75,7 +75,7 @@ class CollectedGradients:
         return sums
 
     def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of the parameters from which the masters were made; None for one that no operation used."""
+        """Gradients of the `parameters` from which the masters were made; None for one that no operation used."""
         found: list[tuple[Tensor, Tensor]] = []
         for number, of_parts in self._operands.items():
             (master,) = self._masters[number]

@@ -1,4 +1,4 @@
-"""What a decoder layer computes on the CPU beside attention and routed experts: linear layers, those of single heads,
+"""What a decoder layer computes on the CPU except attention and routed experts: linear layers, those of single heads,
 LoRA, RMSNorm, SwiGLU, rotary embedding, and the choice of experts (csrc/ops/dense, csrc/ops/router).
 
 Weights are row-major and read in place. A row of a result depends on its own row of x, on the weights and on the
@@ -160,7 +160,7 @@ def weigh_experts(logits: Tensor, ids: Tensor, normalise: bool) -> Tensor:
 
 
 def _given(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """ids as the kernels read them, and room for their weights."""
+    """`ids` in the layout that the kernels read, and an uninitialised tensor for their weights."""
     return ids.to(torch.int32).contiguous(), torch.empty(ids.shape, dtype=torch.float32, device="cpu")
 
 
@@ -192,7 +192,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def engine() -> _experts.Dense:
-    """With the instruction set and the number of threads of this process."""
+    """The native operations, with the instruction set and the number of threads of this process."""
     if _native is None:
         configure()
     assert _native is not None

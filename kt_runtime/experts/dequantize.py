@@ -38,7 +38,7 @@ PARTS = {
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 MX_GROUP, NVFP4_GROUP, MOST_EXPONENT = 32, 16, 226  # 2^99: below 1e30, as for the experts' scales
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1 by the code without its sign, the highest bit (OCP Microscaling formats, 1.0)."""
+"""Values of e2m1 by the code without its sign, the highest bit (OCP Microscaling formats, 1.0)."""
 CODES = tuple(f".{name}" for name in PARTS)
 
 
@@ -84,7 +84,7 @@ def plain_tensors(
 
 
 def _check_finite(tensor: Tensor, file: str, name: str) -> None:
-    """Some elements at a time: the mask takes memory too."""
+    """Raises CheckpointError for NaN or infinity. Checks some elements at a time, since the mask takes memory too."""
     if not tensor.is_floating_point():
         return
     for index, some in enumerate(tensor.reshape(-1).split(ELEMENTS_AT_ONCE)):
@@ -194,7 +194,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def _of_matrix(parts: Mapping[str, Tensor]) -> Tensor:
-    """[1]: the scale of a whole NVFP4 matrix, as a factor."""
+    """Scale of a whole NVFP4 matrix, as a factor: [1]."""
     found = next((name for name in ("weight_global_scale", "weight_scale_2") if name in parts), None)
     if found is None:
         raise ValueError("beside it is no scale of the matrix: neither weight_global_scale nor weight_scale_2")

@@ -47,7 +47,7 @@ CHECKPOINT_FORMATS = (
     CheckpointFormat("awq", "int4 by group, zero points", "int4_gG_zp"),
     *(CheckpointFormat(f"GGUF {kind}", "as llama.cpp stores it", gguf.packed_name(kind)) for kind in gguf.EXPERT_TYPES),
 )
-"""Of routed experts, each served and trained on from one packed copy."""
+"""Checkpoint formats of routed experts. Each is served and trained on from one packed copy."""
 
 
 def requested_format(name: str | None) -> str:

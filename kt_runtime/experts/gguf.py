@@ -79,7 +79,7 @@ class GgufTensors:
         return name in self._tensors
 
     def names(self) -> Collection[str]:
-        """Of all tensors of the files."""
+        """Names of all tensors of the files."""
         return self._tensors.keys()
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -96,7 +96,7 @@ class GgufTensors:
         return out.reshape(entry.shape)
 
     def read_held(self, held: Held, dtype: torch.dtype) -> torch.Tensor:
-        """The Hugging Face tensor. What is computed of the file's numbers is computed in float32. Raises as `read`."""
+        """The Hugging Face tensor. Arithmetic on the file's numbers is float32. Raises as `read`."""
         exact = dtype if held.values in (Values.SAME, Values.SPLIT_BY_HEAD) else torch.float32
         return from_parts(held, [self.read(part.name, exact) for part in held.parts]).to(dtype)
 
@@ -110,8 +110,8 @@ class GgufTensors:
     ) -> PackedWeight:
         """The matrices of these tensors below each other, with the blocks' own codes and scales.
 
-        `parts`: each `is_matrix_as_it_is`. `dtype`: of the activations. `own`: of each part the numbers of the rows
-        that are wanted, those behind its last row being zeros; None: all. `columns`: those that are wanted, whole
+        `parts`: each `is_matrix_as_it_is`. `dtype`: that of the activations. `own`: for each part the numbers of the
+        wanted rows, where those after its last row are zeros; None: all rows. `columns`: the wanted columns, whole
         blocks; None: all. Raises CheckpointError for a tensor that is missing, can't be read, or has a scale that is
         NaN, infinite or above 1e30.
         """
@@ -187,15 +187,15 @@ def to_parts(held: Held, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Of a matrix. `order`: Hugging Face's row at each place of the file, None: the same order. `own`, `columns`: as of
-    `GgufTensors.packed`."""
+    """The wanted part of a matrix. `order`: Hugging Face's row at each place of the file, None: the same order. `own`,
+    `columns`: as in `GgufTensors.packed`."""
 
     order: Order | None
     own: torch.Tensor | None
     columns: range | None
 
     def places(self, rows: int) -> tuple[Any, int]:
-        """Where the wanted rows lie in the file, without those behind the last, and how many there are with them."""
+        """Places in the file of the wanted rows that it has, and the number of all wanted rows, zeros included."""
         import numpy as np
 
         numbers = np.arange(rows) if self.own is None else self.own.numpy()
@@ -211,9 +211,9 @@ class _Wanted:
 
 
 def _strips(descriptor: int, path: Path, name: str, entry: Entry, wanted: _Wanted) -> Iterator[tuple[int, Any]]:
-    """(first row, blocks uint8 [rows, bytes of a row]) of what is wanted of a matrix, in multiples of 16 rows.
+    """(first row, blocks uint8 [rows, bytes of a row]) of the wanted part of a matrix, in multiples of 16 rows.
 
-    They have Hugging Face's order. Reads the file from the first to the last place of a strip's rows.
+    Rows have Hugging Face's order. Reads the file from the first to the last place of a strip's rows.
     """
     import numpy as np
 

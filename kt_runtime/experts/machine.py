@@ -98,7 +98,8 @@ def workers_awake() -> AbstractContextManager[None]:
 def peak_rate(isa: str, operation: str, num_threads: int, passes: int = PEAK_PASSES) -> float:
     """Operations per second (a multiply-add counts as two) of the instructions that the kernels of `isa` use.
 
-    operation: "bf16" for bf16 and fp8 weights, "int8" for integer weights. passes: of about 5 ms, whose best counts.
+    operation: "bf16" for bf16 and fp8 weights, "int8" for integer weights. passes: their number; each takes about 5 ms,
+    and the best counts.
     """
     isa = resolve_isa(isa)
     with translated_errors():

@@ -29,10 +29,10 @@ class GroupedQuery:
 
     Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `sinks` [N] float32: of each head a score
     without a value. `window`: keys that a query sees at most, its own included; 0: all. `is_gated`: `qkv`
-    [(2 N + 2 K) D, H] has, behind each head's query, as many gates, whose sigmoids multiply the head's output.
-    `rotates`: queries and keys are rotated;
-    `norms_last`: normed after that. `is_chunked`: a query sees the keys of its own chunk. `temperatures` float32
-    [P / `temperature_every` + 1] multiply the queries, at (position + 1) / `temperature_every`.
+    [(2 N + 2 K) D, H] has, after each head's query, as many gates, whose sigmoids multiply the head's output.
+    `rotates`: queries and keys are rotated; `norms_last`: normed after that. `is_chunked`: a query sees the keys of its
+    own chunk. `temperatures` float32 [P / `temperature_every` + 1] multiply the queries, at
+    (position + 1) / `temperature_every`.
     """
 
     qkv: Tensor
@@ -217,7 +217,7 @@ class BatchLora:
 
 NO_LORA = BatchLora()
 LEFT_OUT = {"weighs_input": False, "chunk": 0, "offset_norms": False, "vocabulary": 0, "ids_per_rank": 0}
-"""Numbers that a table of scalars may lack."""
+"""Defaults of the numbers that a table of scalars may lack."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Family(ABC):
     foreign_model_types: tuple[str, ...] = ()
     """The `model_types` unknown to transformers 5.19: such a checkpoint contains its own Python modules."""
     default_epsilon: float = 1e-6
-    """Of the norms, for a config without `rms_norm_eps`, as in Hugging Face."""
+    """Epsilon of the norms for a config without `rms_norm_eps`, as in Hugging Face."""
     renamings: tuple[Renaming, ...] = ()
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
     fuses_experts: bool = False
@@ -145,8 +145,8 @@ class Family(ABC):
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
     keeps_states: bool = False
-    """Whether some layers keep a state for each sequence beside keys and values: SGLang then has pages of one token,
-    and no host or disk tier."""
+    """Whether some layers keep a state for each sequence in addition to keys and values: SGLang then has pages of one
+    token, and no host or disk tier."""
     chooses_keys: bool = False
     """Whether an indexer chooses the keys that a query sees; `index_size` is then above 0."""
     splits_over_ranks: bool = False
@@ -186,11 +186,11 @@ class Family(ABC):
         return integer(config, "num_hidden_layers")
 
     def index_size(self, config: Config) -> int:
-        """Numbers that a layer caches of a token for its indexer, behind keys and values."""
+        """Numbers that a layer caches of a token for its indexer, after keys and values."""
         return 0
 
     def state_numbers(self, config: Config) -> tuple[int, int]:
-        """Of one sequence, in all layers: numbers of the model's dtype, and float32 numbers."""
+        """Size of one sequence's state in all layers: numbers of the model's dtype, and float32 numbers."""
         return 0, 0
 
     def softmax_normalises(self, config: Config) -> bool | None:
@@ -426,8 +426,8 @@ def integer(config: Config, key: str, *aliases: str) -> int:
 
 
 def first_moe_layer(config: Config) -> int:
-    """The first layer with routed experts, behind the dense ones (`first_k_dense_replace`). Raises
-    InvalidValueError unless at least one layer has them.
+    """The first layer with routed experts, after the dense ones (`first_k_dense_replace`). Raises InvalidValueError
+    unless at least one layer has them.
     """
     layers, first = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace")
     if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < layers:

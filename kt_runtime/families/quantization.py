@@ -28,7 +28,7 @@ G groups of columns that share a scale:
                         that stay quantized, by Hugging Face's names. Only kt-runtime writes such a config
 
 Which matrices are quantized follows from the checkpoint's tensors, not from the config (`ignore`,
-`modules_to_not_convert`). Scales of activations (`input_scale`, `input_global_scale`) are read past. This module takes
+`modules_to_not_convert`). Scales of activations (`input_scale`, `input_global_scale`) are ignored. This module takes
 from the config the method, and refuses parameters that are unsupported.
 """
 
@@ -62,10 +62,10 @@ _ENCODINGS = {
     **dict.fromkeys((COMPRESSED_MXFP8, "mxfp8"), "mxfp8"),
     **dict.fromkeys((COMPRESSED_MXFP4, FUSED_MXFP4), "mxfp4"),
 }
-"""Of methods whose codes are floats."""
+"""The store's encoding for each method whose codes are floats."""
 _BITS = {"bf16": 16, "fp8_e4m3": 8, "mxfp8": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}
 _GROUP_SCALE_BYTES = {"fp8_e4m3": 4, **dict.fromkeys(("mxfp8", "mxfp4", "nvfp4"), BLOCK_ROWS)}
-"""Of a group of columns in a block of rows; other encodings have float16 scales."""
+"""Bytes of the scales of a group of columns in a block of rows; other encodings have float16 scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTenso
 
 
 def _stored_mxfp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
-    """Of one expert; checkpoints have all of a layer in one tensor (`stored_fused`)."""
+    """The tensors of one expert's matrix; checkpoints have a layer's experts in one tensor (`stored_fused`)."""
     groups = q.num_groups(cols)
     codes = StoredTensor(("U8",), (rows, groups, MX_GROUP // 2))
     return {"blocks": codes, "scales": StoredTensor(("U8",), (rows, groups))}

@@ -16,18 +16,18 @@ SILU_CLAMPED: Final = "silu_clamped"
 SWIGLU_OAI: Final = "swigluoai"
 RELU_SQUARED: Final = "relu2"
 ACTIVATIONS: Final = (SILU, SILU_CLAMPED, SWIGLU_OAI, "gelu", "gelu_pytorch_tanh", RELU_SQUARED)
-"""Of routed experts (csrc/kernels/activation.h), by the names that configs have for them."""
+"""Activations of routed experts (csrc/kernels/activation.h), by the names that configs have for them."""
 OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: name for name in ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
     """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
-    or, if they are as wide as all heads together, of all that a token has. `sinks`: of each head a score without a
-    value. `window`: keys that a query sees at most, its own included; 0: all. `is_gated`: behind each head's query,
+    or, if they are as wide as all heads together, of all that a token has. `sinks`: a score for each head, without a
+    value. `window`: keys that a query sees at most, its own included; 0: all. `is_gated`: after each head's query,
     `qkv` has as many gates, whose sigmoids multiply the head's output.
 
-    Of Llama 4: `rotates`: the layer has a rotary embedding. `unit_norms`: each head's queries and keys have norms
+    For Llama 4: `rotates`: the layer has a rotary embedding. `unit_norms`: each head's queries and keys have norms
     without a weight, after the rotary embedding. `is_chunked`: a query sees the keys of its own chunk
     (`DecoderStack.chunk`). `temperature`: what multiplies a token's queries; None: nothing does.
     """
@@ -49,7 +49,7 @@ class GroupedQuery:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Of the queries at position p: 1 + `strength` * ln(1 + floor((p + 1) / `every`)) (arXiv:2501.19399)."""
+    """Factor of the queries at position p: 1 + `strength` * ln(1 + floor((p + 1) / `every`)) (arXiv:2501.19399)."""
 
     every: int
     strength: float
@@ -195,7 +195,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class StackLayer:
-    """`mlp`: a dense MLP, or the shared experts beside routed ones."""
+    """One layer. `mlp`: a dense MLP, or the shared experts of a layer with routed ones."""
 
     input_norm: str
     attention: GroupedQuery | Latent | GatedDelta

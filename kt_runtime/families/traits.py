@@ -20,7 +20,7 @@ LINEAR_ATTENTION, STATE_SPACE, WINDOWS = "linear attention", "state-space layers
 INDEXER, CLAMP = "an index of the keys that attention reads", "a clamp in the experts"
 IMAGES = "inputs other than text"
 PARTS = (LINEAR_ATTENTION, STATE_SPACE, WINDOWS, INDEXER, CLAMP, IMAGES)
-"""What few architectures have beside attention, router and experts."""
+"""Parts other than attention, router and experts, which few architectures have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Traits:
     shared_experts: bool
     dense_first_layers: bool
     parts: frozenset[str] = frozenset()
-    """Of `PARTS`."""
+    """Those of `PARTS` that the architecture has."""
 
 
 class Known(Protocol):

@@ -1,8 +1,8 @@
-"""Models that read images beside text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7, Llama 4,
+"""Models that read images and text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7, Llama 4,
 Qwen3.5 and 3.6.
 
-Their config.json has the language model's under `text_config`, and their checkpoints the language model's tensors
-behind `language_model.` (`naming.without_wrapper`) beside those of a vision tower. Only the language model is served
+Their config.json has the language model's under `text_config`, and their checkpoints the language model's tensors under
+`language_model.` (`naming.without_wrapper`) together with those of a vision tower. Only the language model is served
 and trained: as a text model of its family, with SGLang's class of the family.
 
 Hugging Face: `transformers.models.kimi_k25`. SGLang: `sglang.srt.models.kimi_k25`, whose `language_model` is

@@ -1,7 +1,7 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202) of dense MLPs and shared experts, forward and backward.
 
 On a CPU kt-runtime's kernel computes silu(gate) * up in float32 and rounds once, for serving and training alike.
-PyTorch's silu has two implementations, for whole vectors and for the elements behind the last one, which differ in the
+PyTorch's silu has two implementations, for whole vectors and for the elements after the last one, which differ in the
 last bit. The size of the batch and the number of threads decide which of them computes an element.
 """
 

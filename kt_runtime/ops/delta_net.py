@@ -1,6 +1,6 @@
-"""What Qwen3-Next and Qwen3.5 compute beside attention, routers and SwiGLU, for serving and training alike: the Gated
-DeltaNet rule (Yang et al. 2024, arXiv:2412.06464) with its short convolution, its gated norm, norms whose weight is
-an offset from one, and sigmoid gates.
+"""What Qwen3-Next and Qwen3.5 compute other than attention, routers and SwiGLU, for serving and training alike: the
+Gated DeltaNet rule (Yang et al. 2024, arXiv:2412.06464) with its short convolution, its gated norm, norms whose weight
+is an offset from one, and sigmoid gates.
 
 On a CPU kt-runtime's kernels compute all of it: a token's result depends on its sequence up to it alone. PyTorch's
 sigmoid, as its silu (`ops.activation`), has two implementations that differ in the last bit.
@@ -58,7 +58,7 @@ class _SigmoidAndMultiply(torch.autograd.Function):
 
 
 def sigmoid_and_multiply(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """sigmoid(gate) * x: gate [..., G], x [..., I], I a multiple of G; each gate is of I / G adjacent elements.
+    """sigmoid(gate) * x: gate [..., G], x [..., I], I a multiple of G; each gate multiplies I / G adjacent elements.
     PyTorch computes it on a GPU and for dtypes other than float32 and bfloat16."""
     if not (x.is_cpu and x.dtype in dense.DTYPES and gate.dtype == x.dtype):
         gates = torch.sigmoid(gate).unsqueeze(-1)

@@ -54,7 +54,7 @@ class _GroupedTopK(torch.autograd.Function):
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     """An element's bits do not depend on the other elements. Those of `torch.sigmoid` do: its code for whole vectors
-    differs from its code for the elements behind the last one of a thread."""
+    differs from its code for a thread's remaining elements."""
     return (-x).exp_().add_(1).reciprocal_()
 
 

@@ -55,16 +55,16 @@ class Index:
         return attention.select_keys(queries, weights, keys, sequences, self.top_k)
 
     def first(self, tokens: int) -> Index:
-        """Of the first tokens of sequences without other keys than their own."""
+        """The index of the first `tokens` tokens, of sequences that have no keys but their own."""
         return Index(self.queries[:, :tokens], self.keys[:, :tokens], self.weights[:, :tokens], self.top_k)
 
     def after(self, prefix: int, start: int) -> Index:
-        """Of the tokens from `start` on, which see the first `prefix` keys and their own."""
+        """The index of the tokens from `start` on, which see the first `prefix` keys and their own."""
         keys = torch.cat([self.keys[:, :prefix], self.keys[:, start:]], dim=1)
         return Index(self.queries[:, start:], keys, self.weights[:, start:], self.top_k)
 
     def rows(self) -> list[Index]:
-        """One for each sequence."""
+        """The index of each sequence."""
         parts = zip(self.queries.split(1), self.keys.split(1), self.weights.split(1), strict=True)
         return [Index(queries, keys, weights, self.top_k) for queries, keys, weights in parts]
 

@@ -26,7 +26,7 @@ from kt_runtime.families import stack as table
 from kt_runtime.ops.row_factors import temperatures
 
 SCALARS = ("heads", "top_k", "normalises", "epsilon", "interleaved", "weighs_input", "chunk", "offset_norms")
-"""Of `DecoderStack`, which the step takes as they are."""
+"""Fields of `DecoderStack` that the step takes unchanged."""
 
 
 def build_step(
@@ -41,11 +41,11 @@ def build_step(
     share: StepShare | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
-    latents with their rotary keys [S, 1, latent + rope], with an indexer its keys behind them; for Gated DeltaNet the
-    convolution's inputs [M, C, W - 1] and the states [M, HV, K, V] of sequences. `angles` [P, D] or
-    [P, rope]: cosines, then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are
-    allowed; the engine may have padded the embedding with more rows. `lora`: the engine's LoRA pool. `share`: this
-    rank's, of several; all tensors are its own then. The step's threads and instruction set are the experts'.
+    latents with their rotary keys [S, 1, latent + rope], with an indexer followed by its keys; for Gated DeltaNet the
+    convolution's inputs [M, C, W - 1] and the states [M, HV, K, V] of sequences. `angles` [P, D] or [P, rope]: cosines,
+    then sines of each position. `scaling`: of the queries. `vocab_size`: token ids below it are allowed; the engine may
+    have padded the embedding with more rows. `lora`: the engine's LoRA pool. `share`: this rank's, of several; all
+    tensors are its own then. The step's threads and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """

@@ -29,13 +29,13 @@ from kt_runtime.ranks.share import Share
 T = TypeVar("T")
 
 CONNECT_SECONDS = 60.0
-"""Until all ranks have connected. They have just met, so each is there."""
+"""Longest wait until all ranks have connected. Each is running: they have just exchanged their addresses."""
 SECRET_BYTES = 32
 GREETING = struct.Struct(f"!I{SECRET_BYTES}s{SECRET_BYTES}s")
-"""Of the rank that connects: its number, the other's secret, its own secret. The answer is the other's secret."""
+"""The connecting rank's greeting: its number, the other's secret, its own secret. The answer is the other's secret."""
 
-# Signs of life where nothing is under way, so that a connection whose other end has gone is given up after 6 s. A limit
-# on bytes that are not acknowledged (TCP_USER_TIMEOUT) would also end connections to a rank that computes for longer.
+# Keepalive probes on idle connections: one whose other end is lost fails after 6 s. A limit on unacknowledged bytes
+# (TCP_USER_TIMEOUT) would also end connections to a rank that computes for longer.
 OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -56,8 +56,8 @@ class Place:
 
 
 def sockets_of(group: dist.ProcessGroup, address: str, connect_s: float = CONNECT_SECONDS) -> NativeExchange:
-    """The exchange of the group's ranks, every one of which must call it. `address`: of this machine's interfaces, the
-    one that the others reach. Raises RuntimeFault, on all ranks, if one of them can't connect."""
+    """The exchange of the group's ranks, every one of which must call it. `address`: that of this machine's interface
+    that the others reach. Raises RuntimeFault, on all ranks, if one of them can't connect."""
     share = Share(dist.get_rank(group), dist.get_world_size(group))
     with contextlib.ExitStack() as kept:
         listening, problem = None, ""
@@ -84,7 +84,7 @@ def sockets_of(group: dist.ProcessGroup, address: str, connect_s: float = CONNEC
 def connect(
     listening: socket.socket, places: Sequence[Place], rank: int, links: dict[int, socket.socket], seconds: float
 ) -> None:
-    """Adds the connections to all other ranks to `links`: to lower ranks this rank connects, of higher ones it waits
+    """Adds the connections to all other ranks to `links`: to lower ranks this rank connects, from higher ones it waits
     for the greeting. Raises OSError."""
     deadline = time.monotonic() + seconds
     for other in range(rank):
@@ -101,13 +101,13 @@ def connect(
 
 
 def _close(links: dict[int, socket.socket]) -> None:
-    """Nothing, of those that the exchange has."""
+    """Closes the connections; the exchange has detached those that it owns, which stay open."""
     for link in links.values():
         link.close()
 
 
 def _answer(link: socket.socket, deadline: float) -> bytes:
-    """Up to the bytes of a secret."""
+    """The other rank's answer, at most as many bytes as a secret has."""
     found = b""
     while len(found) < SECRET_BYTES:
         link.settimeout(max(0.01, deadline - time.monotonic()))
@@ -121,7 +121,7 @@ def _answer(link: socket.socket, deadline: float) -> bytes:
 def _accept(
     listening: socket.socket, places: Sequence[Place], rank: int, links: dict[int, socket.socket], deadline: float
 ) -> None:
-    """Whoever else connects is left alone, and keeps the ranks waiting no longer."""
+    """Accepts the connections of all higher ranks. Others that connect are ignored and delay the ranks no further."""
     listening.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listening, selectors.EVENT_READ)
@@ -149,14 +149,14 @@ def _accept(
 
 
 def _begin(listening: socket.socket, selector: selectors.BaseSelector) -> None:
-    with contextlib.suppress(BlockingIOError, ConnectionError):  # it has gone again
+    with contextlib.suppress(BlockingIOError, ConnectionError):  # the connection has ended already
         link, _ = listening.accept()
         link.setblocking(False)
         selector.register(link, selectors.EVENT_READ, bytearray())
 
 
 def _hears_more(key: selectors.SelectorKey) -> bool:
-    """Adds what has come to the connection's greeting. False: it is whole, or the connection has ended."""
+    """Appends received bytes to the connection's greeting. False: it is complete, or the connection has ended."""
     try:
         came = _socket(key).recv(GREETING.size - len(key.data))
     except BlockingIOError:
@@ -168,7 +168,7 @@ def _hears_more(key: selectors.SelectorKey) -> bool:
 
 
 def _greeted(greeting: bytes, places: Sequence[Place], rank: int) -> int:
-    """The number of the rank that greets; -1: it is none."""
+    """Number of the rank that sent this greeting; -1: no rank did."""
     if len(greeting) != GREETING.size:
         return -1
     other, of_this, own = GREETING.unpack(greeting)

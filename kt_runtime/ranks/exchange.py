@@ -1,4 +1,4 @@
-"""What ranks send each other: columns of all, and rows to those who sum them up. Shapes: T rows, C columns, N ranks."""
+"""What ranks send each other: columns to all, and rows to those that sum them. Shapes: T rows, C columns, N ranks."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class Exchange(Protocol):
         ...
 
     def rows_of_first(self, rows: Tensor, count: int) -> Tensor:
-        """[count, C] of rank 0, of another rank any [0, C] of that dtype -> those of rank 0, on all ranks."""
+        """[count, C] on rank 0, any [0, C] of that dtype on other ranks -> rank 0's rows, on all ranks."""
         ...

@@ -26,7 +26,7 @@ from kt_runtime.ranks.exchange import Exchange
 from kt_runtime.ranks.share import Share
 
 LEAST_PAIRS, MOST_PARTS = 1024, 8
-"""Of a rank's pairs, as many are computed at a time, or an eighth; always whole experts."""
+"""Pairs of a rank that are computed at a time: the larger of this number and an eighth of them; whole experts only."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Pairs:
         return cls(owners, order, own, own // ids.shape[1], (chosen[own] - held.start)[:, None], len(held))
 
     def parts(self) -> Iterator[slice]:
-        """Of this rank's pairs: some whole experts at a time."""
+        """Slices of this rank's pairs, each with all pairs of some experts."""
         most, begin, end = max(LEAST_PAIRS, -(-len(self.own) // MOST_PARTS)), 0, 0
         for count in self._counts():
             if end > begin and end + count > begin + most:
@@ -131,7 +131,8 @@ class SharedExperts:
         return self._summed(pairs, rows, weights, x.dtype)
 
     def _counted(self, slots: Sequence[LoraSlot | None], tokens: Tensor) -> list[LoraSlot | None]:
-        """With the numbers that tokens and experts have in one process, for dropout. `tokens`: of the call's pairs."""
+        """`slots` with the numbers that tokens and experts have in one process, for dropout. `tokens`: those of the
+        pairs."""
         first = self._experts.start
         return [slot and (replace(slot, tokens=tokens, first_expert=first) if slot.dropout else slot) for slot in slots]
 

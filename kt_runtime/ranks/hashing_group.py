@@ -1,7 +1,7 @@
-"""What ranks send each other beside the engine's thread: rank 0 hashes weights of which each rank has a part.
+"""What ranks send each other from a thread other than the engine's: rank 0 hashes weights of which each has a part.
 
-The messages of the engine's thread (`Exchange`) have one order on all ranks, which those of another thread must not
-break into. So these go through a group of torch.distributed of their own.
+The messages of the engine's thread (`Exchange`) have the same order on all ranks, which another thread's messages must
+not disturb. So that thread has its own group of torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 20
 PATIENCE = timedelta(days=1)
-"""For a rank that hashes its part of a terabyte, at low priority. One that has ended is noticed at once."""
+"""Timeout for a rank that hashes its part of a terabyte at low priority. A rank that has ended is noticed at once."""
 
 
 class HashingGroup:
@@ -36,7 +36,7 @@ class HashingGroup:
         return self.share.rank == 0
 
     def gathered(self, own: T) -> list[T]:
-        """Of all ranks, in their order, on rank 0; empty on the others."""
+        """The values `own` of all ranks, in their order, on rank 0; empty on the others."""
         found: list[T | None] | None = [None] * self.share.num_ranks if self.is_first else None
         dist.gather_object(own, found, group=self._group, group_dst=0)
         return cast(list[T], found or [])
@@ -45,7 +45,7 @@ class HashingGroup:
         """On rank 0 the SHA-256 of a whole tensor's bytes, row by row; empty on the others.
 
         `own` [R, bytes of a row], uint8: this rank's rows, an even part of each of the pieces of `sizes` rows. `rows`:
-        of the whole; rows above are padding.
+        those of the whole tensor; rows from this number on are padding.
         """
         digest, end = hashlib.sha256(), 0
         for rank, part in _parts(self.share.num_ranks, sizes):

@@ -20,11 +20,11 @@ from kt_runtime.experts.native import capsule, translated_errors
 from kt_runtime.ranks.share import Share
 
 PATIENCE_SECONDS = 7.0
-"""How long a rank is waited for that neither answers nor uses its processor, in shared memory."""
+"""Longest wait, in shared memory, for a rank that neither answers nor uses its core."""
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
-"""Of tensors that are exchanged."""
+"""Dtypes of tensors that ranks exchange."""
 
 
 class NativeExchange:
@@ -65,8 +65,8 @@ class NativeExchange:
 
 
 def shared_memory_of(group: dist.ProcessGroup, patience_seconds: float = PATIENCE_SECONDS) -> NativeExchange:
-    """Of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all ranks, if one
-    of them can't reach the memory.
+    """The exchange of a group whose processes are on one machine; every rank must call it. Raises RuntimeFault, on all
+    ranks, if one of them can't reach the memory.
 
     Rank 0 makes a file in memory, which has no name; the others open it through rank 0's descriptor.
     """

@@ -54,7 +54,7 @@ class Pieces:
         return sum(self.sizes)
 
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """`whole`, which has them all in `dim` -> this rank's: a view if there is one piece."""
+        """`whole`, which has all columns or rows in `dim` -> this rank's: a view if there is one piece."""
         if len(self.sizes) == 1:
             own = self.share.of(self.total, "columns")
             return whole.narrow(dim, own.start, len(own))
@@ -68,13 +68,14 @@ class Pieces:
         return whole.index_copy_(-1, _numbers(self.share, self.sizes), columns)
 
     def ordered(self, joined: Tensor, dim: int = -1) -> Tensor:
-        """In `dim` all of rank 0's, then all of rank 1's, and so on -> in their order, perhaps `joined` itself."""
+        """`joined`, which in `dim` has all of rank 0's, then all of rank 1's, and so on -> in the whole's order,
+        perhaps `joined` itself."""
         return joined if len(self.sizes) == 1 else joined.index_select(dim, _places(self.share.num_ranks, self.sizes))
 
 
 @cache
 def _numbers(share: Share, sizes: tuple[int, ...]) -> Tensor:
-    """int64: a rank's columns."""
+    """Numbers of a rank's columns: int64."""
     ends = accumulate(sizes)
     each = [end - size + own for end, size in zip(ends, sizes, strict=True) for own in share.of(size, "columns")]
     return torch.tensor(each)
@@ -82,7 +83,7 @@ def _numbers(share: Share, sizes: tuple[int, ...]) -> Tensor:
 
 @cache
 def _places(num_ranks: int, sizes: tuple[int, ...]) -> Tensor:
-    """int64: of each column where it lies among those of all ranks, rank after rank."""
+    """The place of each column among those of all ranks, rank after rank: int64."""
     return torch.cat([_numbers(Share(rank, num_ranks), sizes) for rank in range(num_ranks)]).argsort()
 
 

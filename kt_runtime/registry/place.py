@@ -42,7 +42,7 @@ class Place(Protocol):
     def read(self, key: str, max_bytes: int) -> bytes: ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """False, and no change, if `key` exists."""
+        """Creates `key`. Returns False, and changes nothing, if it exists."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -50,11 +50,12 @@ class Place(Protocol):
         ...
 
     def upload(self, key: str, source: Path) -> tuple[int, str]:
-        """Returns size in bytes and SHA-256 of what was written. `sync` makes its name durable."""
+        """Writes `key` from a file. Returns size in bytes and SHA-256 of what was written. `sync` makes its name
+        durable."""
         ...
 
     def sync(self, prefix: str) -> None:
-        """Of a directory whose files were uploaded: a power cut does not take them away any more."""
+        """Syncs the directory `prefix`: files uploaded into it survive a power cut."""
         ...
 
     def download(self, key: str, target: Path) -> tuple[int, str]:
@@ -62,7 +63,7 @@ class Place(Protocol):
         ...
 
     def remove(self, prefix: str) -> None:
-        """`prefix` and all keys below it; ignores what is not there."""
+        """Removes `prefix` and all keys below it; ignores missing ones."""
         ...
 
 
@@ -84,7 +85,7 @@ def open_place(text: str, replica: str) -> Place:
 
 
 class DirectoryPlace:
-    """`root` is never created again once it was there: a mount that has gone must not be filled below its point.
+    """`root` is never created again once it existed: if a mount is lost, nothing may be written below its mount point.
 
     Needs a file system with hard links, which make `create` exclusive (NFS has them).
     """
@@ -164,7 +165,7 @@ class DirectoryPlace:
             shutil.rmtree(path)
 
     def clear_unfinished(self) -> None:
-        """Removes what this replica left half written. Never beside its own writers."""
+        """Removes what this replica left half written. Never call it while this replica writes."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -188,7 +189,7 @@ class DirectoryPlace:
                 temporary.unlink()
 
     def _make(self, directory: Path) -> None:
-        """Below the root, which must exist."""
+        """Creates a directory below the root, which must exist."""
         missing = [each for each in [directory, *directory.parents] if each.is_relative_to(self.root)]
         for each in reversed(missing[:-1]):
             with contextlib.suppress(FileExistsError):

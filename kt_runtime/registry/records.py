@@ -10,7 +10,7 @@ from kt_runtime.errors import InvalidValueError
 
 FORMAT = 1
 MAX_BYTES = 4 << 20
-"""Of a record. A heartbeat has an entry for each name."""
+"""Largest size of a record in bytes. A heartbeat has an entry for each name."""
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 NameText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]

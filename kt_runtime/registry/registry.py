@@ -19,7 +19,7 @@ from kt_runtime.registry.records import MAX_BYTES, Base, File, Heartbeat, Manife
 
 BASE, NAMES, DATA, REPLICAS = "base.json", "names", "data", "replicas"
 KEPT_REVISIONS = 8
-"""Of a name. Older ones are removed by the replica that publishes a newer one."""
+"""Revisions of a name that are kept. The replica that publishes a newer one removes older ones."""
 UPLOADS = 4
 """Files of a version that are written at once."""
 _DIGITS = 8
@@ -29,7 +29,8 @@ _SUFFIX = ".json"
 class Registry:
     """`replica`: this server's name in the registry. `kept`: revisions of a name that stay.
 
-    Methods raise OSError as the place does. Thread-safe, except that `join` and `clear_unfinished` come first.
+    Methods raise OSError as the place does. Thread-safe, except that `join` and `clear_unfinished` must be called
+    before the other methods.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Registry:
         return found
 
     def clear_unfinished(self) -> None:
-        """Removes what this replica wrote and did not commit before it ended. Never beside its own publications."""
+        """Removes what this replica wrote and did not commit before it ended. Never call it during its own
+        publications."""
         if isinstance(self.place, DirectoryPlace):
             self.place.clear_unfinished()
         own = {self._version_place(key) for key in self.place.keys(f"{DATA}/{self.replica}")}
@@ -142,8 +144,8 @@ class Registry:
         return manifest
 
     def _uploaded(self, data: str, paths: list[Path]) -> list[File]:
-        """At once: a small file's way to the disk takes about as long as a large one's. No upload goes on after an
-        error."""
+        """Uploads the files concurrently: syncing a small file takes about as long as syncing a large one. When an
+        error is raised, no upload is running any more."""
 
         def upload(path: Path) -> File:
             size, digest = self.place.upload(f"{DATA}/{data}/{path.name}", path)
@@ -159,7 +161,7 @@ class Registry:
     def pull(self, manifest: Manifest, root: Path) -> Path:
         """Downloads the version's files into a new directory below `root`, and checks each one's size and SHA-256.
 
-        Raises AdapterError for a file that is not the manifest's; nothing is left behind then.
+        Raises AdapterError for a file that is not the manifest's; no file remains then.
         """
         target = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=root))
         try:
@@ -194,7 +196,8 @@ class Registry:
             return manifest
 
     def _check_joined(self) -> None:
-        """A manifest that went below the point of a mount that has gone is not published."""
+        """Raises ConflictError if the registry was replaced: with its mount lost, the manifest may lie below the mount
+        point."""
         if self._joined is None:
             return
         base = self.base()
@@ -202,7 +205,7 @@ class Registry:
             raise ConflictError(f"the registry {self._joined[:8]} was replaced while this was published")
 
     def _remove_old(self, name: str, revisions: list[int], newest: int) -> None:
-        """A failure leaves old files, which harm nobody."""
+        """Removes old revisions. A failure leaves old files, which do no harm."""
         try:
             for revision in [each for each in revisions if each <= newest - self._kept]:
                 try:

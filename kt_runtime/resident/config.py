@@ -24,8 +24,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `expert_threads`: None lets the expert store choose. `expert_format`: format to which the experts are quantized at
     load time, None: the checkpoint's own. `train_share`, `tpot_target_ms`, `ttft_target_ms`: as of
     `wire.settings.Settings`, until they are changed. `microbatch_tokens`: padded tokens that training sends through a
-    layer at once; a smaller value shortens serving's pauses. `lora_memory_bytes`: of the adapters in the slots of host
-    memory, None: as many as there are slots. `max_sessions`, `session_memory_bytes` (None: no limit):
+    layer at once; a smaller value shortens serving's pauses. `lora_memory_bytes`: size of the adapters in the slots of
+    host memory, None: as many adapters as there are slots. `max_sessions`, `session_memory_bytes` (None: no limit):
     limits of training sessions (`session_limits`).
 
     The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0, each rank's quota.

@@ -36,8 +36,8 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 class Decisions(msgspec.Struct, frozen=True, array_like=True):
     """`plan`: the bounds of this turn's slices. `is_serving`: the slices count against the setting `train_share`.
 
-    `adapter_bytes`: of the adapter directory, as rank 0 has measured at last (`publishing.holdings`).
-    `salt`: set in rank 0's first decisions only; makes the adapter ids of this process unique.
+    `adapter_bytes`: size of the adapter directory in rank 0's latest measurement (`publishing.holdings`). `salt`: set
+    in rank 0's first decisions only; makes the adapter ids of this process unique.
     """
 
     arrived: list[Arrived]

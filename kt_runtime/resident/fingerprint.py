@@ -46,8 +46,8 @@ def hash_weights(dense: Mapping[str, torch.Tensor], experts: ExpertStore, each: 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """What a rank has of a dense weight. `shape`: of the whole. `sizes`: rows of the pieces of each of which the rank
-    has an even part; () if it has the whole weight."""
+    """A rank's part of a dense weight. `shape`: that of the whole. `sizes`: rows of the pieces of each of which the
+    rank has an even part; () if it has the whole weight."""
 
     own: torch.Tensor
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _content(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, uint8."""
+    """The tensor's bytes, uint8."""
     if isinstance(tensor, PackedWeight):
         return tensor.content()
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)

@@ -71,7 +71,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class RanksDiffer(RuntimeError):
-    """A rank can't do what rank 0 has done: it must not go on."""
+    """A rank can't do what rank 0 has done, so it must not continue."""
 
 
 class Answers:
@@ -143,7 +143,7 @@ class SessionHandlers:
         self._workers, self._is_first = workers, is_first
         self._sessions: dict[str, Session] = {}
         self._openings: dict[str, Opening] = {}
-        self._writing: dict[str, str] = {}  # by key, the session
+        self._writing: dict[str, str] = {}  # key of a save -> its session
         self._ahead: set[str] = set()  # keys of publications that are prepared before their requests were taken
         self._sessions_made = self._jobs_begun = self._saves_begun = 0
 
@@ -186,7 +186,7 @@ class SessionHandlers:
     def _on_worker(self, what: str, make: Callable[[], Any], *, is_short: bool = False) -> Slices:
         """Pauses the work while a worker thread runs `make`; returns the result of `make`, or raises its error.
 
-        `is_short`: so is what the work does then, until its next slice.
+        `is_short`: the work's next slice, after the function, is short (`Slice.is_short`).
         """
         self._jobs_begun += 1
         key = f"session job {self._jobs_begun}"
@@ -198,7 +198,7 @@ class SessionHandlers:
             self._workers.give_up(key)
 
     def _on_first(self, what: str, make: Callable[[], None], *, is_short: bool = False) -> Slices:
-        """As `_on_worker`, on rank 0 alone: the others wait, and raise its error."""
+        """As `_on_worker`, but only rank 0 runs `make`. The other ranks wait, and raise its error."""
         yield from self._on_worker(what, make if self._is_first else lambda: None, is_short=is_short)
 
     def _taken(self, key: str) -> Any:
@@ -226,7 +226,7 @@ class SessionHandlers:
         self._ahead.add(key)
 
     def _served_bytes(self, session: Session) -> int:
-        """Of the session's adapter in the engine's dtype."""
+        """Bytes of the session's adapter in the engine's dtype."""
         return num_parameters(session.modules, session.settings.rank) * self._host.dtype.itemsize
 
     def _taken_ahead(self, request: Publish) -> Generator[Slice | Pause, None, Prepared | None]:
@@ -291,7 +291,7 @@ class SessionHandlers:
         return opening
 
     def _placed(self, opening: Opening, start: Start) -> Generator[Slice | Pause, None, Session]:
-        """Creates the session from the `start` that was read. An error leaves nothing behind."""
+        """Creates the session from the `start` that was read. After an error the session does not exist."""
         name, settings = opening.name, opening.settings
         del self._openings[name]
         opening = replace(opening, frozen_bytes=start.frozen_bytes)
@@ -505,8 +505,8 @@ class SessionHandlers:
 
 
 def _version_of(session: Session, request: Publish, preparation: Preparation) -> Prepared:
-    """Of the session's masters, which must not change meanwhile. On a worker thread. Raises ConflictError if memory
-    does not suffice."""
+    """A version of the session's masters, which must not change meanwhile. Runs on a worker thread. Raises
+    ConflictError if memory does not suffice."""
     _check_memory(session, request, checkpoint.copied_bytes(session, optimizer=False))
     adapter, contents = checkpoint.taken_masters(session)
     return preparation.checked(adapter, f"session {session.name}", contents)

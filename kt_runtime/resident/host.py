@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Decoded:
-    """Since the start: `step_batches`: batches of decoding requests that the native step has computed, with
-    `step_tokens` tokens; `step_seconds`: of its calls for them. `head_seconds`, `sampling_seconds`: of the head, and of
-    the engine's sampling, for all batches of decoding requests."""
+    """Counts since the start. `step_batches`: batches of decoding requests that the native step has computed, with
+    `step_tokens` tokens; `step_seconds`: time of its calls for them. `head_seconds`, `sampling_seconds`: time of the
+    head, and of the engine's sampling, for all batches of decoding requests."""
 
     step_batches: int = 0
     step_tokens: int = 0
@@ -48,9 +48,9 @@ class Host(Protocol):
     num_ranks: int
     """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
     exchange: Exchange | None
-    """Of ranks each of which has parts of the model's tensors and experts. None: this process has all of them."""
+    """The exchange of ranks, each of which has parts of the model's tensors and experts. None: this process has all."""
     hashing_group: HashingGroup | None
-    """Of the same ranks, for a thread beside the engine's."""
+    """The group of the same ranks for messages of a thread other than the engine's. None with one rank."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int
@@ -105,14 +105,14 @@ class Host(Protocol):
 
     @property
     def latencies(self) -> Latencies:
-        """Of the latest finished requests."""
+        """Latencies of the latest finished requests."""
         ...
 
     def reserve_slot(self, num_bytes: int = 0) -> object | None:
         """A place among the adapters of the engine's batches, to fill before the first request. None: none is free.
 
-        `num_bytes`: about as many as the adapter has in the engine's dtype, 0: not known.
-        The engine may take the place back at any time. The adapter is then copied in its first batch.
+        `num_bytes`: approximate size of the adapter in the engine's dtype, 0: not known. The engine may take the place
+        back at any time. The adapter is then copied in its first batch.
         """
         ...
 
@@ -153,7 +153,7 @@ class Host(Protocol):
         ...
 
     def settle_moves(self, seconds: float) -> None:
-        """Waits up to so long for an answer of the frontend, and calls `done` of the moves that it has answered."""
+        """Waits up to `seconds` for an answer of the frontend, and calls `done` of the moves that it has answered."""
         ...
 
     def wakeups(self) -> list[Any]:
@@ -166,7 +166,7 @@ class Host(Protocol):
         ...
 
     def ranks(self) -> list[RankStatus]:
-        """The processes of several ranks now; empty with one."""
+        """The present state of each rank's process; empty with one rank."""
         ...
 
     def cache_tiers(self) -> list[CacheTier]:
@@ -174,5 +174,5 @@ class Host(Protocol):
         ...
 
     def close(self) -> None:
-        """Called once, at the end."""
+        """Frees what the host holds. Called once, at the end."""
         ...

@@ -15,11 +15,11 @@ from kt_runtime.mapped import commit
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 MOST_KEPT_BYTES = 1 << 30
-"""Of freed memory, by one process with the whole model."""
+"""Most bytes of freed memory that the C library keeps in a process with the whole model."""
 _LEAST_KEPT_BYTES, _KEPT_SHARE, _MAPPED_SHARE = 4 << 20, 256, 4
 _RESERVED_BYTES = 4 << 20
 _SMALL_BYTES = 448  # and 33 of the object: CPython's allocator has objects of up to 512
-_HALF_ARENA_BITS = 19  # of an address; CPython's ARENA_BITS is 20. Wherever an arena begins, a whole half lies in it
+_HALF_ARENA_BITS = 19  # bits of an address; CPython's ARENA_BITS is 20. Every arena contains a whole aligned half
 _ARENA_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None)
 _reserved: list[bytes] = []
@@ -38,7 +38,7 @@ def available_bytes() -> int:
 def check_available(needed: int, what: str, hint: str = "") -> None:
     """Raises ConflictError, whose message begins with `what`, unless `needed` bytes are available.
 
-    Memory that adapters had counts, too: it is given back slowly only while memory is plenty.
+    Memory of freed adapters that is still being given back counts as available (`spare.py`).
     """
     available = available_bytes() + spare.leaving_bytes()
     if needed > available:
@@ -65,8 +65,8 @@ def reserve_for_small_objects(num_bytes: int = _RESERVED_BYTES) -> None:
     How much Python needs depends on how many objects are alive at once, and on the gaps between them. Both grow over
     the first ten thousand requests of a server, by megabytes that look like a leak. Python gives an arena of this
     memory back once it is empty: one object that stays in each half of it prevents that. The rest of the last arena
-    would get its pages one by one, so the kernel is asked for them too, at most 1 MiB with what lies behind the arena.
-    Linux before 5.14 refuses, and the rest comes later, as without this.
+    would get its pages one by one, so the kernel is asked for them too, at most 1 MiB including what follows the arena.
+    Linux before 5.14 refuses; the rest is then committed later, page by page.
     """
     small = [bytes(_SMALL_BYTES) for _ in range(num_bytes // _SMALL_BYTES)]
     page = id(small[-1]) & -mmap.PAGESIZE
@@ -82,10 +82,11 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Bounds what the C library keeps of freed memory in a process with a share of a model: to 1/256 of it.
+    """Bounds the freed memory that the C library keeps in a process with a share of a model: to 1/256 of the share.
 
-    What a layer allocates and frees leaves holes of which the next layer uses some. `give_back` returns them once the
-    process has grown by more than `most_bytes` since the last time; a look takes some microseconds.
+    The memory that a layer allocates and frees leaves holes, of which the next layer uses only some. `give_back`
+    returns them once the process has grown by more than `most_bytes` since the last time. Its check takes some
+    microseconds.
     """
 
     def __init__(self, share_bytes: int) -> None:

@@ -70,7 +70,7 @@ class NamesChannel:
         self._waiting[move.request_id] = (move, done)
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until an answer can be polled, or for so long. Returns at once if no move is open."""
+        """Sleeps until an answer can be polled, at most `seconds`. Returns at once if no move is open."""
         if self._waiting:
             self._socket.poll(int(1000 * seconds))
 

@@ -18,8 +18,8 @@ kind and size, from earlier slices of that kind.
 **Cuts.** Where the budget says so, a slice that does not fit is cut, if it can be: it announces the `least` part that
 it can run, and gets as many units of its size as fit. The part's result does not depend on where it was cut. A part
 without an estimate is the least one. Parts together cost more than the whole, and a small one more per unit than a
-large one. So if a later turn may have room for the whole, it waits for it, but no longer than `PATIENCE_SECONDS` after
-training's last slice; and beyond `WASTE` a part does not run if a later turn may be longer.
+large one. So if the whole slice may fit a later turn, it waits for that turn, but no longer than `PATIENCE_SECONDS`
+after training's last slice. A part that costs more per unit than `WASTE` allows waits for a longer turn, too.
 
 **Several sessions** share training's time by weight: where the session may change, the next is the one that has had
 the least time for its weight. With several ranks, whose clocks differ, the changes are counted instead of the time.
@@ -53,17 +53,17 @@ MAX_CREDIT_SECONDS = 0.05
 """Upper bound on unused training time that is carried over, so that no long burst follows an idle phase of training."""
 
 WHOLE_OF_PARTS = 4.5
-"""A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
-and a half times its attention forward with AMX, and four and a half times with AVX-512. A slice that was never tried
-whole stays in parts, which take longer in all."""
+"""Upper estimate of a whole slice's time over that of its parts of the first kind: a layer backward takes 3.5 times its
+attention forward with AMX, and 4.5 times with AVX-512. A slice that is never tried whole stays in parts, which take
+longer in total."""
 
 WASTE = 1.05
-"""Of a part, the seconds per unit of those of the largest part that any turn can have."""
+"""Highest allowed cost per unit of a part, relative to the largest part that fits any turn."""
 
 PATIENCE_SECONDS = 1.0
 
 MOST_REMEMBERED = 1024
-"""Sessions without work whose time is remembered."""
+"""Number of sessions without work whose time is remembered."""
 
 
 class Slice(NamedTuple):
@@ -73,8 +73,8 @@ class Slice(NamedTuple):
     step). `alike`: the known number of consecutive slices of this kind and size, this one included. `may_switch`:
     another session may run before this slice.
 
-    `least`: a part of the slice may run in its place, of so many units of `size` or a multiple; 0: no part may. The
-    part is of kind `part`. The work is sent the number of units, None for the whole slice.
+    `least`: a part of the slice may run in its place, with this number of units of `size` or a multiple; 0: no part
+    may. The part is of kind `part`. The work is sent the number of units, None for the whole slice.
 
     `is_short`: it takes a few milliseconds, whatever its data. It needs no plan (`TrainingScheduler.run_short`).
     """
@@ -168,7 +168,7 @@ class _Queue:
 
 
 class Turns:
-    """Sessions' time divided by their weights, since they first had work. `weight`: of a session."""
+    """Sessions' time divided by their weights, since they first had work. `weight`: gives a session's weight."""
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         self._weight = weight
@@ -176,7 +176,7 @@ class Turns:
         self._now = 0.0
 
     def begin(self, name: str) -> None:
-        """The session has work again. It gets no time for what it did not ask for."""
+        """The session has work again. Time in which it had none gives it no credit."""
         self._used[name] = max(self._used.pop(name, 0.0), self._now)
         while len(self._used) > MOST_REMEMBERED:
             self._used.popitem(last=False)
@@ -185,7 +185,7 @@ class Turns:
         self._used[name] = self._used.get(name, self._now) + amount / self._weight(name)
 
     def next_of(self, names: OrderedDict[str, _Queue]) -> str:
-        """The session with the least, of several the first."""
+        """The session with the least time, the first of several."""
         chosen = min(names, key=lambda name: self._used.get(name, self._now))
         self._now = max(self._now, self._used.get(chosen, 0.0))
         return chosen
@@ -310,8 +310,8 @@ class TrainingScheduler:
         return count
 
     def run_short(self, is_serving: bool) -> None:
-        """Runs the short slices that are next in their sessions. Every turn, whatever the plan: one that waited for a
-        plan would wait for one of the engine's batches more."""
+        """Runs the short slices that are next in their sessions. Called every turn, whatever the plan: a slice that
+        waited for a plan would wait for another batch of the engine."""
         for name in list(self._queues):
             while name in self._queues and self._queues[name].next_slice.is_short:
                 self._run_slice_of(name, is_serving, None)
@@ -370,7 +370,8 @@ class TrainingScheduler:
         self._run_slice_of(next(iter(self._queues)), is_serving, granted)
 
     def _run_slice_of(self, name: str, is_serving: bool, granted: int | None) -> None:
-        """Another session than the next one may be in the middle of a microbatch, and stays the next one then."""
+        """Runs one slice of session `name`. If another session is in the middle of a microbatch, that one stays
+        next."""
         started, queue, is_next = self._clock(), self._queues[name], next(iter(self._queues)) == name
         work, ran = queue.works[0], queue.next_slice
         if granted is not None:
@@ -395,7 +396,7 @@ class TrainingScheduler:
         elif finish is not None or (queue.upcoming is not None and queue.upcoming.may_switch):
             self._queues.move_to_end(name)
         else:
-            is_next = False  # this session goes on
+            is_next = False  # this session continues with its next slice
         if is_next:
             self._switch(name)
         try:

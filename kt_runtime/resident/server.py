@@ -221,9 +221,9 @@ class Resident:
         return [self._server.wakeup_fd, self._wakeup.fd, *self._host.wakeups()]
 
     def arrives(self, incoming: Incoming) -> None:
-        """On the wire server's thread, before the request can be taken: reads the file of a load ahead of the engine's
-        next turn, or copies the masters of a session that has no other request. Not for several ranks, whose adapters
-        only decisions prepare."""
+        """Prefetches for a new request: reads the file of a load, or copies the masters of a session that has no other
+        request, before the engine's next turn. Called on the wire server's thread before the request can be taken. Does
+        nothing with several ranks, whose adapters are prepared by decisions only."""
         request = incoming.request
         if isinstance(request, SessionRequest):
             is_alone = self._open.begin(request.session, request.request_id)
@@ -310,8 +310,8 @@ class Resident:
         return self._host.num_ranks == 1 and self.budget.holds(self._host.load())
 
     def _settle_moves(self) -> None:
-        """The frontend mostly answers within a millisecond. The publication's client then need not wait until the next
-        turn, behind a batch. With several ranks only decisions may have effects."""
+        """The frontend mostly answers within a millisecond. The publication's client then need not wait for a batch
+        until the next turn. With several ranks only decisions may have effects."""
         self._host.settle_moves(MOVE_SECONDS)
         with _training_mode():
             while self._moved:
@@ -497,8 +497,8 @@ class Resident:
         self._answer(reply, None)
 
     def _fail_session(self, request_id: str, error: Exception) -> None:
-        """Raises an error that the other ranks may not have, since they wait for what this one does not do then; and
-        the loss of a rank."""
+        """Answers with the error, or raises it if the other ranks may not have it: they would wait for this rank. Also
+        raises the loss of a rank."""
         is_everyone_s = isinstance(error, KtError) and not isinstance(error, ConnectionError)
         if isinstance(error, RanksDiffer) or (self._host.exchange is not None and not is_everyone_s):
             raise error

@@ -1,6 +1,6 @@
 """Wakes the engine's thread when another thread has finished a job for it (eventfd(2)).
 
-So the engine can sleep while it waits for a worker, a file write or the weights' hash.
+With it, the engine can sleep while it waits for a worker, a file write or the weights' hash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker threads for long work besides the engine: reading, checking, hashing, converting, writing.
+"""Worker threads for long work outside the engine's thread: reading, checking, hashing, converting, writing.
 
 The engine's thread submits a function under a key and later takes its result. Only a few functions run at once, to
 bound memory: each may hold an adapter twice.

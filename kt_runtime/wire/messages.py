@@ -308,8 +308,8 @@ class LoadAdapter(Request, tag="load_adapter"):
 class FollowAdapter(Request, tag="follow_adapter"):
     """As `LoadAdapter`, for a version that another server published: its content must have the hash `adapter_version`.
 
-    The name's owner does not change: a session that publishes it goes on. `source`: where the version came from, for
-    users.
+    The name's owner does not change: a session that publishes it stays its owner. `source`: where the version came
+    from, for users.
     """
 
     name: Name

@@ -1,4 +1,4 @@
-"""Settings of a running server that an operator may change: targets for serving, and training's part of the time.
+"""Settings of a running server that an operator may change: targets for serving, and training's share of the time.
 
 `kt-runtime serve` states them, `PATCH /kt/settings` and `kt-runtime settings` change them. All three check here.
 """

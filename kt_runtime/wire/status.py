@@ -37,8 +37,8 @@ class CacheTier(msgspec.Struct, kw_only=True):
     `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
     `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
 
-    Several ranks: pages and bytes are those of rank 0; all have the same pages, each of its heads. What has gone wrong
-    is that of all ranks: `corrupt`, the `counters` of faults, `reading_stopped` and `writing_stopped`.
+    Several ranks: pages and bytes are those of rank 0; all have the same pages, each those of its heads. Errors are
+    those of all ranks: `corrupt`, the `counters` of faults, `reading_stopped` and `writing_stopped`.
     """
 
     tier: str
@@ -63,11 +63,11 @@ class CacheTier(msgspec.Struct, kw_only=True):
 class RankStatus(msgspec.Struct, kw_only=True):
     """One of several processes that compute the model together. It holds `num_experts` of each layer's routed experts,
     from `first_expert` on: `expert_bytes`, and `dense_bytes` of other weights. `rss_bytes`, `peak_bytes`: memory of its
-    process, and at most so far. `host`: the number of its host, `address`: empty with one host.
+    process now, and its maximum so far. `host`: the number of its host, `address`: empty with one host.
 
-    `waiting_share`: of the latest second of work, what it waited for what other ranks send. `is_slowest`: no rank
-    waited less. `sent_bytes`: what it sent to the others since its start, without the engine's own sums. `disk`: its
-    part of the prefix cache's disk tier; None without one.
+    `waiting_share`: share of the latest second of work in which it waited for other ranks. `is_slowest`: no rank waited
+    less. `sent_bytes`: what it sent to the others since its start, without the engine's own sums. `disk`: its part of
+    the prefix cache's disk tier; None without one.
     """
 
     rank: int
@@ -92,8 +92,8 @@ class GpuExperts(msgspec.Struct, kw_only=True):
     many of them never leave.
 
     `form`: "model", slots hold weights in the model's dtype, or "published", the store's codes and scales, which are
-    dequantized into `scratch_bytes` beside the size. `formats`, `slots_by_layer`: layer -> the format of its slots
-    ("bfloat16", "int4_g32"), and their number.
+    dequantized into `scratch_bytes` in addition to the size. `formats`, `slots_by_layer`: layer -> the format of its
+    slots ("bfloat16", "int4_g32"), and their number.
 
     Since the start: `hits`, `misses`: pairs (token, expert) of `decode_steps` that the device and the CPU computed;
     `hit_rate`: hits / (hits + misses), 0 before the first. `moves`, `moved_bytes`: copies of experts to the device.
@@ -120,9 +120,9 @@ class ExpertStreaming(msgspec.Struct, kw_only=True):
     """Experts that stream to the device. Calls of at least `threshold_tokens` tokens do, except while decoding; None:
     no call does, since the CPU was faster for every number of tokens. `measured`: the threshold was, at the start.
 
-    `chunk_experts`: experts that are copied at a time. `ring_bytes`: on the device, and as much pinned memory of the
-    host. Since the start: `forward_tokens`, `backward_tokens`: tokens whose experts streamed, forward (prompts, and
-    training) and backward.
+    `chunk_experts`: experts that are copied at a time. `ring_bytes`: size of the ring on the device, and of as much
+    pinned memory of the host. Since the start: `forward_tokens`, `backward_tokens`: tokens whose experts streamed,
+    forward (prompts, and training) and backward.
     """
 
     threshold_tokens: int | None
@@ -136,8 +136,8 @@ class ExpertStreaming(msgspec.Struct, kw_only=True):
 class KeptRoutes(msgspec.Struct, kw_only=True):
     """Routes that are kept for routing replay: `tokens` of at most `capacity_tokens` now, in `size_bytes` of memory.
 
-    Since the start: `dropped_tokens`: the oldest, which made room for others. `found_tokens`, `missed_tokens`: of
-    training calls that asked for their routes.
+    Since the start: `dropped_tokens`: the oldest tokens, removed to make room for others. `found_tokens`,
+    `missed_tokens`: tokens for which training calls asked, with and without kept routes.
     """
 
     size_bytes: int

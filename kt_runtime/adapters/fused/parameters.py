@@ -105,7 +105,7 @@ def parts_of(
 
 
 def _layers(family: Family, config: Config) -> dict[str, _Layer]:
-    """By the module of a layer's experts."""
+    """The layers with experts, by the name of the experts' module."""
     modules = {module.name: module for module in family.lora_modules(config) if module.group == EXPERTS}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in modules)
     return {
@@ -124,7 +124,7 @@ def _joined(gate: LoraPair, up: LoraPair, is_interleaved: bool) -> LoraPair:
 
 
 def _split(pair: LoraPair, layer: _Layer, is_interleaved: bool) -> dict[LoraModule, LoraPair]:
-    """gate's and up's: those that `_joined` has joined, or two that share A."""
+    """The pairs of gate and up: those that `_joined` has joined, or two that share A."""
     gate, up = _rows(pair.b, is_interleaved)
     half = pair.a.shape[1] // 2
     is_joined = pair.a.shape[1] == 2 * half and not bool(gate[:, :, half:].any()) and not bool(up[:, :, :half].any())
@@ -135,7 +135,7 @@ def _split(pair: LoraPair, layer: _Layer, is_interleaved: bool) -> dict[LoraModu
 
 
 def _rows(b: torch.Tensor, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate's and up's rows of B [E, 2 I, R], views."""
+    """Views of the rows of gate and of up in B [E, 2 I, R]."""
     if is_interleaved:
         return b[:, 0::2], b[:, 1::2]
     gate, up = b.chunk(2, dim=1)

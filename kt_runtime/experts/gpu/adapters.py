@@ -123,7 +123,7 @@ def adapter_rows(
     experts: Sequence[int],
     ends: Sequence[int],
 ) -> list[AdapterRows | None]:
-    """Of each slot, for the rows `tokens` [R] of a chunk of `experts`. token_slots [T] int32, -1: none."""
+    """Each slot's `AdapterRows`, for the rows `tokens` [R] of a chunk of `experts`. token_slots [T] int32, -1: none."""
     if token_slots is None:
         return [None] * len(slots)
     of_row = token_slots[tokens]

@@ -46,7 +46,7 @@ class StreamedTokens:
 
 @dataclass(frozen=True)
 class DevicePaths:
-    """The ways of one layer beside staging. All layers share `ring` and `rule`; without them no call streams.
+    """Ways other than staging to compute a layer's calls. All layers share `ring` and `rule`; without them none stream.
 
     `counts`: counts this layer's streamed tokens.
     """

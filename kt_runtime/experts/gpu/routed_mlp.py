@@ -22,7 +22,7 @@ from kt_runtime.device import is_host
 from kt_runtime.experts.gpu.adapters import DOWN, GATE, UP, AdapterRows
 from kt_runtime.experts.values import LoraSlot
 
-ALIGNED_BYTES = 16  # of the rows of every factor of a grouped product
+ALIGNED_BYTES = 16  # alignment of the rows of every factor of a grouped product
 
 
 @dataclass(frozen=True)

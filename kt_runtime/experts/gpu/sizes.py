@@ -34,7 +34,7 @@ def ring_chunk_experts(shape: ExpertShape, available_bytes: int | None = None) -
 
 
 def streaming_bytes(shape: ExpertShape, tokens: int, top_k: int, activation_bytes: int, *, trains: bool = False) -> int:
-    """The most bytes that the tensors of a streamed call take on the device beside the ring.
+    """Most bytes that the tensors of a streamed call take on the device in addition to the ring.
 
     The pairs' outputs, the float32 sum, and the rows of the fullest chunk, which may be all pairs. `activation_bytes`:
     of an element of x. `trains`: also with the activations that backward needs, and its gradients.

@@ -1,6 +1,6 @@
 """A layer's experts on the device, with weights that stream through the ring: forward and backward.
 
-The products of a chunk of experts run while the next chunk is on its way. Experts without a token are not loaded. The
+The products of a chunk of experts run while the next chunk is being copied. Experts without a token are not loaded. The
 outputs of all pairs are kept until the last chunk, then added up for each token in the order of its experts in `ids`:
 the order of a sum does not depend on chunks. One copy to the host a call says where the rows of each expert end, and
 whether a value is out of range.
@@ -77,7 +77,8 @@ def backward(
     into: Sequence[LoraSlot | None] | None,
     kept: StreamedActivations | None,
 ) -> ExpertGradients:
-    """ExpertLayer.backward. `kept`: of `forward` with the same call; None, or those of another ring: computed again."""
+    """ExpertLayer.backward. `kept`: those of `forward` with the same call. If None, or from another ring, they are
+    computed again."""
     call.check(ring.shape)
     call.require("grad_out", grad_out, ACTIVATIONS, tuple(call.x.shape))
     gradients = _slot_gradients(call.slots, into)
@@ -123,7 +124,7 @@ def _chunks(
 
 
 def _slot_gradients(slots: Sequence[LoraSlot | None], into: Sequence[LoraSlot | None] | None) -> list[LoraSlot | None]:
-    """Float32 tensors that gradients are added to: `into`, or zeros beside the slots' own tensors."""
+    """Float32 tensors to which gradients are added: `into`, or zeros on the devices of the slots' tensors."""
     given = [None] * len(slots) if into is None else into
     if len(given) != len(slots):
         raise InvalidValueError(f"into has {len(given)} entries for {len(slots)} slots")

@@ -49,7 +49,7 @@ def crossover(
     most_tokens: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Crossover:
-    """Tries 16, 32, ... tokens, and `most_tokens` at last. The functions give the seconds for a number of tokens.
+    """Tries 16, 32, ... and finally `most_tokens` tokens. The functions give the seconds for a number of tokens.
 
     `is_over`: asked after each number; True: no further one is tried.
     """

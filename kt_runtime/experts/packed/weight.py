@@ -18,10 +18,10 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class PackedWeight(torch.Tensor):
-    """[N, K] of `dtype`, the dtype of the activations that it multiplies: of the model.
+    """A matrix [N, K]. `dtype`: that of the activations that it multiplies, the model's.
 
-    Of several tensors below each other, whose formats may differ. A slice of rows must be whole tensors of them.
-    `readers`: where these are a rank's rows, of each tensor what reads some columns of all its rows.
+    It consists of several tensors below each other, whose formats may differ. A slice of rows must be whole tensors.
+    `readers`: if these are a rank's rows, a function for each tensor that reads some columns of all of its rows.
     """
 
     native: _experts.PackedMatrix
@@ -92,5 +92,5 @@ class PackedWeight(torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of the packed matrix."""
+        """Bytes of the packed matrix."""
         return memoryview(self.native).nbytes

@@ -2,8 +2,8 @@
 
 Keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; their meaning: src/llama-hparams.cpp and the
 models' files in src/models. A GLM-4.7-Flash is a `deepseek2`, and read as the DeepSeek-V3 that it is but for its name.
-Layers behind the last, for multi-token prediction (`nextn_predict_layers`), are read past. What llama.cpp has in its
-source, without a key, is in `OF_LLAMA_CPP`.
+Layers after the last one, for multi-token prediction (`nextn_predict_layers`), are skipped. `OF_LLAMA_CPP` has what
+llama.cpp states in its source instead of a key.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Reader:
         return CheckpointError(f"{self.where}: key '{self.architecture}.{key}' is {shown}; expected {expected}")
 
     def common(self) -> dict[str, Any]:
-        """What the architectures share."""
+        """The keys that all architectures share."""
         embedding = self.shapes.get("token_embd.weight")
         if embedding is None or len(embedding) != 2:
             raise CheckpointError(f"{self.where}: tensor 'token_embd.weight' is missing, or no matrix")
@@ -128,7 +128,7 @@ class _Reader:
         return config
 
     def _layers(self) -> int:
-        """Compared with the file's layers before anything is made for each of so many."""
+        """Number of layers, compared with the file's tensors before anything is allocated for each layer."""
         found, spare = self.number("block_count"), self.number("nextn_predict_layers", 0)
         blocks = {name.split(".", 2)[1] for name in self.shapes if name.startswith("blk.")}
         if not found or found > len(blocks):
@@ -225,7 +225,7 @@ def _deepseek_v2(groups: int) -> dict[str, Any]:
 
 
 def _with_indexer(file: _Reader) -> dict[str, Any]:
-    """What DeepSeek-V3.2 and GLM-5 share."""
+    """The keys that DeepSeek-V3.2 and GLM-5 share."""
     _require_sigmoid(file)
     return {
         **_deepseek(file),
@@ -322,7 +322,7 @@ def _gpt_oss(file: _Reader) -> dict[str, Any]:
 
 
 def _delta_net(file: _Reader) -> dict[str, Any]:
-    """What Qwen3-Next and Qwen3.5 share."""
+    """The keys that Qwen3-Next and Qwen3.5 share."""
     config = file.common()
     layers, interval = config["num_hidden_layers"], file.number("full_attention_interval", 4)
     expected = [interval == 0 or (layer + 1) % interval != 0 for layer in range(layers)]
@@ -417,7 +417,7 @@ def _llama4(file: _Reader) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: _Reader, theta: float, head: int) -> dict[str, Any] | None:
-    """From the factors of the rotary embedding's frequencies, which are all that a file has of it.
+    """The scaling of the rotary embedding, from the factors of its frequencies: a file has nothing else of it.
 
     A factor is 1 for short wavelengths and `factor` for long ones. Where there are some between, they are of
     `high_freq_factor` 4 and `low_freq_factor` 1, as in Llama 3; else both are 1, as in Llama 4. The boundary is
@@ -527,4 +527,4 @@ _ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
     "minimax-m2": _minimax_m2,
 }
 ARCHITECTURES = tuple(_ARCHITECTURES)
-"""Those that are served; each was compared with llama.cpp."""
+"""The architectures that are served; each was compared with llama.cpp."""

@@ -1,13 +1,13 @@
 """How a GGUF file of llama.cpp holds the tensors of a Hugging Face checkpoint.
 
-Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. What its converter changes besides
+Names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py. What its converter also changes
 (conversion/*.py, `modify_tensors`):
 
 - Mixtral is a `llama` with experts, whose rotary embedding rotates adjacent elements there: the halves of each head of
   the query and key matrices are interleaved (`LlamaModel.permute`). The other architectures' rows stay as they are.
 - MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
   [heads, value, latent].
-- Qwen3-Next and Qwen3.5: norms' weights are offsets from one, and one is added, but to the norm behind the delta rule;
+- Qwen3-Next and Qwen3.5: norms' weights are offsets from one, and one is added, but to the norm after the delta rule;
   ssm_a is -exp(A_log). Qwen3-Next's `in_proj_qkvz` is ordered by key head, and attn_qkv and attn_gate by query, key,
   value, gate (older files have it as ssm_in). Qwen3.5's value heads are ordered by their number within a key head, then
   by key head (`_LinearAttentionVReorderBase`).
@@ -67,7 +67,7 @@ _OF_LAYER = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-_OF_MLP = {  # behind the family's name of the module
+_OF_MLP = {  # after the family's name of the module
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -77,7 +77,7 @@ _OF_MLP = {  # behind the family's name of the module
     "shared_expert_gate": "ffn_gate_inp_shexp",
     "router": "ffn_gate_inp",
 }
-_WHOLE = {  # without a kind of their own behind the last dot
+_WHOLE = {  # without a kind of their own after the last dot
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -136,7 +136,7 @@ class Held:
 def held(config: Config, name: str, shape: tuple[int, ...], present: Collection[str]) -> Held:
     """How a file with the tensors `present` holds the Hugging Face tensor `name`, which is not of a routed expert.
 
-    Where none of the ways is there, that of today's files: their tensors are then missing.
+    If the file has none of the known ways, the result is that of today's files, whose tensors are then missing.
     """
     ways = alternatives(config, name, shape)
     return next((way for way in ways if way.parts[0].name in present), ways[0])
@@ -184,7 +184,7 @@ def expert_prefix(layer: int) -> str:
 
 
 def expert_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name behind the layer's prefix, and shape, of the tensors of a layer's routed experts."""
+    """Name after the layer's prefix, and shape, of the tensors of a layer's routed experts."""
     family = family_for(config)
     experts, hidden, intermediate = family.expert_shape(config)
     found: dict[str, tuple[int, ...]] = {}
@@ -244,7 +244,7 @@ def _qkvz(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Held, Held
 
 
 def _orders(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Order | None, Order | None]:
-    """Of rows and of columns."""
+    """The orders of rows and of columns, as in `Held`."""
     if heads := _interleaved_heads(config, name):
         return _interleaved(heads, shape[0] // heads), None
     if config["model_type"] != QWEN3_5 or ".linear_attn." not in name:

@@ -33,7 +33,7 @@ class DeepseekV2(DenseFirstFamily):
     gguf_architecture = "deepseek2"
     splits_over_ranks = True
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
-    """For a config without these keys, as in Hugging Face."""
+    """Values for a config without these keys, as in Hugging Face."""
     written_anyway: Mapping[str, Any] = {
         "topk_method": "greedy",
         "scoring_func": "softmax",

@@ -70,7 +70,7 @@ class DeepseekV32(Glm4MoeLite):
         return found if isinstance(found, int) else 3
 
     def indexer_types(self, config: Config) -> list[str]:
-        """Of each layer FULL, if it has an indexer, else SHARED. Raises InvalidValueError for what is neither."""
+        """The type of each layer: FULL if it has an indexer, else SHARED. Raises InvalidValueError for any other."""
         layers = integer(config, "num_hidden_layers")
         types = config.get("indexer_types")
         require(config, "index_topk_freq", 1, "every layer of this family has an indexer", default=1)
@@ -132,8 +132,8 @@ class GlmMoeDsa(DeepseekV32):
         return missing
 
     def indexer_types(self, config: Config) -> list[str]:
-        """By `indexer_types`, else `index_topk_pattern` of F and S, else every `index_topk_freq`-th layer, counted from
-        `index_skip_topk_offset`, as Hugging Face reads them."""
+        """Types from `indexer_types`, else from `index_topk_pattern` of F and S, else every `index_topk_freq`-th layer,
+        counted from `index_skip_topk_offset`, as Hugging Face reads them."""
         layers = integer(config, "num_hidden_layers")
         types, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
         key = "indexer_types" if types is not None else "index_topk_pattern"

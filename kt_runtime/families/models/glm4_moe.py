@@ -6,7 +6,7 @@ Hugging Face: `transformers.models.glm4_moe`, `.glm4_moe_lite`. SGLang: `sglang.
 - Leading layers are dense; the others have shared and routed experts, chosen by sigmoids with a correction bias.
 - `use_qk_norm`: norms on each head's queries and keys; the Air models have none.
 - SGLang keeps the router's matrix in float32, whatever the model's dtype is; the twin shares it.
-- The layer after the last, for multi-token prediction, is in neither model: its tensors are read past.
+- The layer after the last, for multi-token prediction, is in neither model: its tensors are skipped.
 - GLM-4.7-Flash: the latents' norms have `rms_norm_eps` in SGLang, and so in the twin; Hugging Face gives them 1e-6.
 """
 

@@ -57,7 +57,8 @@ class GptOss(GroupedQueryFamily):
             )
 
     def layer_types(self, config: Config) -> list[str]:
-        """Of each layer FULL or SLIDING. Raises InvalidValueError for another list, or one of another length."""
+        """The type of each layer, FULL or SLIDING. Raises InvalidValueError for other types, or another number of
+        them."""
         layers, found = integer(config, "num_hidden_layers"), config.get("layer_types")
         if found is None:  # as Hugging Face
             return [FULL if layer % 2 else SLIDING for layer in range(layers)]

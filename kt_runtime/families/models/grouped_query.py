@@ -20,7 +20,7 @@ from kt_runtime.families.stack import (
 
 
 class GroupedQueryFamily(Family):
-    """Of `DecoderStack`."""
+    """A family with grouped-query attention. `offset_norms`: as in `DecoderStack`."""
 
     offset_norms: bool = False
 
@@ -43,7 +43,7 @@ class GroupedQueryFamily(Family):
         return None
 
     def chunk(self, config: Config) -> int:
-        """Of `DecoderStack`."""
+        """Most keys that a query of a chunked layer sees, as in `DecoderStack`; 0: no layer is chunked."""
         return 0
 
     def head_dim(self, config: Config) -> int:

@@ -1,8 +1,8 @@
-"""Llama 4 (Scout, Maverick), the language model: layers with chunked attention and layers without rotary embedding take
-turns; one routed expert for each token beside a shared one.
+"""Llama 4 (Scout, Maverick), the language model: layers with chunked attention alternate with layers without rotary
+embedding; each token has one routed expert in addition to a shared one.
 
 Hugging Face: `transformers.models.llama4` (`Llama4ForCausalLM`). SGLang: `sglang.srt.models.llama4`. The published
-checkpoints have a vision tower beside it, which is left out (`families/wrapped.py`).
+checkpoints also have a vision tower, which is left out (`families/wrapped.py`).
 
 - Three layers of four rotate queries and keys (adjacent pairs), norm each head's without a weight after that
   (`use_qk_norm`: Scout), and attend within chunks of `attention_chunk_size` positions. The fourth rotates nothing,

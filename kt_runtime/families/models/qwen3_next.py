@@ -5,7 +5,7 @@ Hugging Face: `transformers.models.qwen3_next`. SGLang: `sglang.srt.models.qwen3
 `self_attn` in their parameters' names.
 
 - `q_proj` has two parts for each head: the query, and the gate of the head's output.
-- The norms' weights are offsets from one, but for the one behind the delta rule.
+- The norms' weights are offsets from one, but for the one after the delta rule.
 - `in_proj_qkvz` and `in_proj_ba` are ordered by key head: of each its query, its key, its values, their gates.
 - `in_proj_ba`: write strengths and decays.
 - The layer of multi-token prediction (`mtp.`) is in neither model.
@@ -23,7 +23,7 @@ from kt_runtime.families.traits import GROUPED_QUERY, LINEAR_ATTENTION, SOFTMAX,
 
 LINEAR, FULL = "linear_attention", "full_attention"
 MOST_TAPS = 8
-"""Of the short convolution, in csrc/ops/delta."""
+"""Largest number of taps of the short convolution in csrc/ops/delta."""
 SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads"),

@@ -1,1 +1,1 @@
-"""How long a turn of training may take: the targets for serving, what they leave, and what slices cost."""
+"""How long a turn of training may take: targets for serving, the slack that requests have, and the cost of slices."""

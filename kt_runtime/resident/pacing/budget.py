@@ -1,28 +1,30 @@
-"""What the targets leave for training: the time of the turn between two of the engine's batches.
+"""Training's time in a turn between two of the engine's batches, such that requests meet the targets for serving.
 
 **Between decode steps.** A request's time per output token (TPOT) is the mean over its tokens. After n tokens, the next
-one is in time until n targets after the first. What remains of that when the decode step is done is the request's
-slack; training gets the least slack of all decoding requests. So each keeps the target by itself, whatever single turns
-took: a slice that was longer than expected, or a prompt between two steps, is paid back before training goes on.
+one is due n targets after the first. The time that remains until then after the next decode step is the request's
+slack. Training gets the least slack of all decoding requests. So each request meets its target, however long single
+turns took: a slice that was longer than expected, or a prefill between two steps, reduces the slack, and training waits
+until decode steps have restored it.
 
-A short request may end before it can be paid back for the prompts of others that came between its steps. So training
-leaves each request the time of `PROMPTS_LEFT` such prompts, at most `MOST_LEFT_STEPS` targets, or `MARGIN` of what the
-target gives it, if that is more.
+A short request may end before it has recovered from the prefills of others between its steps. So training leaves each
+request a reserve: the time of `PROMPTS_LEFT` such prefills, at most `MOST_LEFT_STEPS` targets, or the share `MARGIN` of
+the target's time for its tokens so far, whichever is more.
 
-A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A request that arrives waits
-for the turn's end, so with a target for the first token a turn is no longer than an idle one. A slice that can't be cut
-and needs longer runs when all requests have that much slack. `most` tells the scheduler what a later turn may get: a
-part of a slice that costs much more than a larger one, which reads the layer's weights as often, waits for it.
+A turn gets at most `MOST_STEPS` targets, since a request sees a turn as one pause. A request that arrives waits for the
+turn's end, so with a target for the first token (TTFT) a turn takes at most `SHARE_OF_FIRST_TOKEN` of it. A slice that
+can't be cut and takes longer than a turn runs once all requests have slack for the longest turn. `most` tells the
+scheduler how long a later turn may be: each part of a slice reads the layer's weights, so a small part that costs much
+more per unit than one of that length waits for a longer turn.
 
 **Prefill has priority over training.** While a request waits for its first token, there is no training.
 
-**Prompts held.** Where training has taken slack, a prompt can be what a request near its target can't be paid back for.
-Such a prompt waits, while decode steps without training give that request slack, as long as its first token is expected
-within `SHARE_OF_HOLDING` of the target for it. Prompts that come meanwhile are computed with it, and read the weights
-once.
+**Held prompts.** If training has used slack, a prefill can delay a decoding request beyond its TPOT target with no time
+left to recover. Such a prompt waits while decode steps without training restore the slack, as long as its first token
+is expected within `SHARE_OF_HOLDING` of the TTFT target. Prompts that arrive meanwhile are computed in the same batch,
+which reads the weights once.
 
-**Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
-(TTFT): a request that arrives waits for the rest of a turn.
+**Idle.** Without requests, training gets all of the time, in turns that are short compared with the TTFT target: a
+request that arrives waits for the end of a turn.
 """
 
 from __future__ import annotations
@@ -42,26 +44,26 @@ IDLE_SECONDS = 0.05
 SHARE_OF_HOLDING = 0.8
 """A prompt is held only while its first token is expected within this share of the target for it."""
 SHARE_OF_FIRST_TOKEN = 0.35
-"""Of the target for the first token, at most this share is a turn's between decode steps."""
+"""Largest share of the TTFT target that one turn between decode steps may take."""
 IDLE_SHARE_OF_FIRST_TOKEN = 0.5
-"""The same of a slice while there is no request. It is more, since a cut slice takes 6 % more of training's time, and a
-request that arrives waits for one slice alone."""
+"""Largest share of the TTFT target that one slice may take while there is no request. It is larger, since a cut slice
+takes 6 % longer, and a request that arrives waits for this slice only."""
 MARGIN = 0.04
-"""Training leaves this share of the target, since the time between engine and client belongs to it too."""
+"""Share of the TPOT target that training leaves free: the time between engine and client counts, too."""
 MOST_STEPS = 4
 PROMPTS_LEFT = 1.5
 MOST_LEFT_STEPS = 5
 LEARNING = 16
-"""The time of a prompt is the mean of about so many."""
+"""The time of a prefill is a running mean over about this number of prefills."""
 STEP, PROMPT = "decode step", "prompt"
 
 
 @dataclass(frozen=True)
 class Load:
-    """The engine's requests. `decoding`: of each that gets a token from the next decode step, the seconds since its
-    first token, and its tokens so far. `waiting`: the number of those without a first token, queued or with a part of
-    their prompt computed. `is_serving`: there is any request. `waited`: the seconds of the one that has waited longest.
-    `waiting_tokens`: of the prompts of those that wait."""
+    """The engine's requests. `decoding`: for each request that gets a token from the next decode step, the seconds
+    since its first token, and its tokens so far. `waiting`: number of requests without a first token, queued or with a
+    part of their prompt computed. `is_serving`: there is any request. `waited`: seconds for which the longest waiting
+    request has waited. `waiting_tokens`: tokens of the waiting requests' prompts."""
 
     decoding: tuple[tuple[float, int], ...]
     waiting: int
@@ -75,10 +77,10 @@ IDLE = Load((), 0, False)
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """`seconds`: of slices in this turn. `cuts`: slices are cut to fit. `longest`: seconds that the turn's first slice
-    may take before it is cut, if more than `seconds`. `at_least_one`: one runs even if it does not fit. `whole_call`:
-    slices run until a call has ended, however long it takes. `most`: seconds that a later turn may have; a part that is
-    wasteful beside one of that length does not run. 0: every part runs."""
+    """`seconds`: time for slices in this turn. `cuts`: slices are cut to fit. `longest`: seconds that the turn's first
+    slice may take before it is cut, if more than `seconds`. `at_least_one`: one slice runs even if it does not fit.
+    `whole_call`: slices run until a call has ended, however long it takes. `most`: seconds that a later turn may have;
+    a part that is wasteful compared with one of that length does not run. 0: every part runs."""
 
     seconds: float
     cuts: bool = False
@@ -108,10 +110,11 @@ class Budget:
         self._prompts_learned = 0
         self.latest = NOTHING
         self.serving_seconds = 0.0
-        """Of the engine's work for requests, since the start: turns with any, without what training took of them."""
+        """Seconds that the engine has spent on requests since the start: all turns with a request, training
+        excluded."""
 
     def ran(self, seconds: float) -> None:
-        """Slices of the present turn have taken so long."""
+        """Records the time that slices have taken in the present turn."""
         self._trained += seconds
         if seconds > 0:
             self._last_trained = self._clock()
@@ -125,7 +128,7 @@ class Budget:
         return self.latest
 
     def batch(self, load: Load) -> None:
-        """`load`: with the requests that have arrived since `turn`. The turn's batch is for these."""
+        """Records the requests of this turn's batch: `load` includes those that have arrived since `turn`."""
         self._before = load
 
     def holds(self, load: Load) -> bool:
@@ -147,11 +150,11 @@ class Budget:
             return False  # training has taken nothing from these requests
         target = settings.tpot_target_ms / 1000
         if self._step(len(load.decoding)) >= target:
-            return False  # steps give no slack
+            return False  # steps restore no slack
         return self._slack(load, target) < prompts
 
     def _learn(self, served: float, load: Load) -> None:
-        """`served`: seconds of the turn before, without training."""
+        """Learns from the previous turn. `served`: its seconds without training."""
         before = self._before
         if before.is_serving:
             self.serving_seconds += served
@@ -182,7 +185,7 @@ class Budget:
         return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most, most=most)
 
     def _slack(self, load: Load, target: float, left: float = 0.0) -> float:
-        """Of the request that has the least, after the next step, without `left` or the margin."""
+        """Smallest slack of all decoding requests after the next step, minus the larger of `left` and the margin."""
         least = min(target * tokens - max(MARGIN * target * tokens, left) - age for age, tokens in load.decoding)
         return least - self._step(len(load.decoding))
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 
 FORGETTING = 4
-"""With each slice, an estimate moves by a quarter of the difference. One that followed the slowest slice would cut the
-next ones smaller than needed, long after a pause of the machine; what a slice takes too long is paid back anyway."""
+"""With each slice, an estimate moves by 1/`FORGETTING` of the difference. An estimate that followed the slowest
+slice would cut the next ones smaller than needed, long after a pause of the machine. A slice that is slower than
+estimated only reduces the requests' slack, for which the budget compensates."""
 
 
 class Estimates:
-    """Sizes between two powers of two share an estimate: a slice of few tokens costs more per token, so what smaller
-    ones of the kind cost per token is the most that a larger one does."""
+    """Sizes between two powers of two share an estimate. A slice of few tokens costs more per token, so the cost per
+    token of smaller slices of a kind is an upper bound for larger ones."""
 
     def __init__(self) -> None:
         self._seconds_per_unit: dict[str, dict[int, float]] = {}
 
     def __call__(self, kind: str, size: int) -> float:
-        """Expected seconds; infinite if no slice of the kind tells.
+        """Expected seconds; infinite if no slice of the kind and of at most about this size has run.
 
-        Of about this size, or smaller: then rather too many. A larger one does not tell. So a size that was slow once
-        and does not run any more is tried again when smaller ones show that it fits.
+        The estimate from smaller slices is rather too high; larger slices are not used. So a size that was slow once
+        and no longer runs is tried again when smaller slices show that it fits.
         """
         known, size = self._seconds_per_unit.get(kind, {}), max(size, 1)
         return min((cost for bucket, cost in known.items() if bucket <= size.bit_length()), default=math.inf) * size

@@ -7,14 +7,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 KEPT = 1024
-"""The latest requests whose times count."""
+"""Number of latest requests whose times count."""
 WINDOW_SECONDS = 30.0
-"""Training's share of time is of about so many seconds."""
+"""Training's share of time is measured over about so many seconds."""
 
 
 class Latest:
-    """The latest `most` numbers, in no order. Their memory is taken at the start: a server's does not grow with its
-    first requests."""
+    """The latest `most` numbers, in no order. Their memory is allocated at the start, so that a server's memory does
+    not grow with its first requests."""
 
     def __init__(self, most: int) -> None:
         self._values, self._count = array("d", bytes(8 * most)), 0
@@ -44,7 +44,7 @@ class Latencies:
         self.first_token, self.per_token = Latest(KEPT), Latest(KEPT)
 
     def add(self, arrived: float, first: float, last: float, num_tokens: int) -> None:
-        """Times of one clock. Ignores a request without a token, or without a known arrival (0)."""
+        """Adds a finished request; times are of one clock. Ignores a request without a token or a known arrival (0)."""
         if num_tokens >= 1 and 0 < arrived <= first <= last:
             self.first_token.append(first - arrived)
             if num_tokens >= 2:
@@ -52,7 +52,7 @@ class Latencies:
 
 
 class ShareOfTime:
-    """Which share of the latest seconds training's slices took."""
+    """Share of the latest seconds that training's slices took."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

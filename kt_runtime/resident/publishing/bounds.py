@@ -48,8 +48,8 @@ NORMS_OF_A_LAYER = ("input_layernorm", "post_attention_layernorm")
 
 
 class Bounds:
-    """`largest_weight`: of all the model's norms, plus 1 for norms that add it; None if the bounds don't hold for this
-    model: float16, or a layer without its two norms."""
+    """`largest_weight`: the largest weight of all the model's norms, plus 1 for norms that add it; None if the bounds
+    don't hold for this model: float16, or a layer without its two norms."""
 
     def __init__(self, twin: Twin, config: Config) -> None:
         self._modules: dict[str, LoraModule] = {module.name: module for module in twin.family.lora_modules(config)}
@@ -61,7 +61,7 @@ class Bounds:
         self._largest_summand = math.sqrt(LARGEST_SQUARES / hidden) / (4 * twin.num_layers)
 
     def exclude_overflow(self, adapter: AdapterTensors, contents: Contents) -> bool:
-        """`contents`: of every tensor of `adapter`. False: the adapter may overflow, or may not."""
+        """`contents`: of every tensor of `adapter`. False: the adapter may or may not overflow."""
         if self.largest_weight is None:
             return False
         return all(self._is_small(self._modules[name], adapter, contents) for name in adapter.modules)

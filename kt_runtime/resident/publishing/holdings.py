@@ -1,8 +1,8 @@
-"""What a server may hold of adapters: `serve --max-adapters`, `--max-adapter-disk`.
+"""Limits on the adapters that a server holds: `serve --max-adapters`, `--max-adapter-disk`.
 
-The number of names is exact. The directory is measured by a thread, every few seconds: the engine's thread reads no
-disk. So what is written between two measurements may go beyond the limit. Rank 0 alone measures: what it has measured
-becomes a decision (`decide`), so that all ranks refuse the same.
+The number of names is exact. The engine's thread reads no disk, so another thread measures the directory every few
+seconds. Files written between two measurements may exceed the limit. Only rank 0 measures; its result becomes a
+decision (`decide`), so that all ranks refuse the same requests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kt_runtime.errors import LimitError
 
 PAUSE_SECONDS = 2.0
 LARGEST_SHARE = 0.02
-"""Of the time that measuring may take: a directory of many files is measured less often."""
+"""Largest share of the time that measuring may take: a directory of many files is measured less often."""
 
 
 class Holdings:
-    """`directory`: of the adapters. None: no limit. `measures`: this is rank 0. `measured_bytes`: of the directory, at
-    last."""
+    """`directory`: that of the adapters. `max_names`, `max_bytes`: the limits; None: no limit. `measures`: this is rank
+    0. `measured_bytes`: size of the directory in the latest measurement."""
 
     def __init__(
         self, directory: Path, max_names: int | None = None, max_bytes: int | None = None, *, measures: bool = True
@@ -38,11 +38,11 @@ class Holdings:
             self._thread.start()
 
     def decide(self, num_bytes: int) -> None:
-        """Every rank: the directory has so many bytes, as rank 0 has measured."""
+        """Every rank: sets the directory's size as rank 0 has measured it."""
         self._num_bytes = num_bytes
 
     def check_name(self, name: str, names: Collection[str]) -> None:
-        """`names`: those that adapters have. Raises LimitError for one more than allowed."""
+        """Raises LimitError if `name` would be one more than allowed. `names`: the names in use."""
         if self._max_names is not None and name not in names and len(names) >= self._max_names:
             raise LimitError(
                 f"adapter {name!r}: {len(names)} adapters are there; allowed are {self._max_names} (--max-adapters). "
@@ -50,7 +50,7 @@ class Holdings:
             )
 
     def check_disk(self, what: str) -> None:
-        """Before files are written. Raises LimitError once the directory has more than allowed."""
+        """Raises LimitError if the directory has reached its limit. Call it before files are written."""
         if self._max_bytes is not None and self._num_bytes >= self._max_bytes:
             raise LimitError(
                 f"{what}: {self._directory} has {self._num_bytes} bytes; allowed are {self._max_bytes} "
@@ -58,7 +58,7 @@ class Holdings:
             )
 
     def is_inside(self, path: Path) -> bool:
-        """Whether what is written to `path` counts."""
+        """Whether files written to `path` count."""
         return path.is_relative_to(self._directory)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Holdings:
 
 
 def bytes_below(directory: Path) -> int:
-    """Of all regular files; what can't be read counts as empty."""
+    """Size of all regular files below `directory`; one that can't be read counts as empty."""
     total = 0
     for below, _, files in os.walk(directory):
         for name in files:

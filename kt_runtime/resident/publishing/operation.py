@@ -20,8 +20,8 @@ Begin = Callable[[Preparation], Callable[[], Prepared]]
 
 @dataclass
 class Operation:
-    """`begin`: returns stage 1's function; called when the operation starts. `preparation`: from then on. `version`:
-    known from stage 1 on.
+    """`begin`: returns stage 1's function; called when the operation starts. `preparation`: set from then on.
+    `version`: known from stage 1 on.
 
     `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
     name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the

@@ -1,10 +1,10 @@
 """Writes published versions to disk on a background thread; versions that could not be written yet stay in memory.
 
 For each name, this module holds the unwritten versions and the name's current meaning (`VersionStore.point`). One
-thread writes both together, `DELAY_SECONDS` after the publication: until then the first requests for the version come,
-and writing would share the processors with them. It retries a full or failing disk with growing pauses, and reports
-each unwritten version with the reason. The unwritten versions are bounded: beyond the bound only the current version of
-each name is kept; others are dropped and reported as not stored.
+thread writes both together, `DELAY_SECONDS` after the publication: during this delay the first requests for the version
+arrive, and writing would compete with them for cores. It retries a full or failing disk with growing pauses, and
+reports each unwritten version with the reason. The unwritten versions are bounded: beyond the bound only the current
+version of each name is kept; others are dropped and reported as not stored.
 """
 
 from __future__ import annotations
@@ -76,9 +76,8 @@ class _Name:
 class Persistence:
     """Thread-safe. Only `flush` and `close` wait for the disk.
 
-    `at_once`: without the delay, and with the priority of other work: other servers wait for the files, unless `put`
-    says that they have them. Without
-    `is_writer` nothing is written nor kept: another rank does so.
+    `at_once`: it writes without the delay and at normal priority, since other servers wait for the files, unless `put`
+    says that they have them. Without `is_writer` it neither writes nor keeps anything: another rank does.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Persistence:
         with self._changed:
             entry = self._names[name]
             served, known, waiting = entry.served, entry.known, list(entry.waiting.values())
-        # The current version comes first: a restart needs it, and the disk may not have room for all.
+        # The current version is written first: a restart needs it, and the disk may not have room for all.
         waiting.sort(key=lambda item: item.version.hash != (served[-1] if served else None))
         try:
             if not served:  # first, since this needs no disk space and so succeeds even on a full disk

@@ -47,7 +47,8 @@ class Prepared:
 
 
 def _begin(num_bytes: int) -> None:
-    """On a worker's thread: large work gives way to the engine's, small work is waited for."""
+    """Called on a worker's thread. Work on a large adapter is background work; the engine waits for that on a small one
+    (`beside.py`)."""
     give_way(num_bytes)
     if num_bytes < SMALL_BYTES:
         BATCHES.hurry()
@@ -63,7 +64,7 @@ class Preparation:
         self._host, self._family, self._name, self.slot = host, family, name, slot
 
     def loaded(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared:
-        """From a PEFT directory or GGUF file. `source`: what users are told, if it is not the path. `expected`: the
+        """Reads a PEFT directory or GGUF file. `source`: what users are told, if it is not the path. `expected`: the
         content's hash; None: any.
 
         Raises as `read_adapter`, and as `checked`; AdapterError for another hash.
@@ -80,7 +81,7 @@ class Preparation:
         return prepared
 
     def loaded_if_small(self, path: str, source: str | None = None, expected: str | None = None) -> Prepared | int:
-        """As `loaded`; the bytes of a file whose copy into a slot would take too long for the engine's thread."""
+        """As `loaded`; only the size in bytes if a copy into a slot would take too long for the engine's thread."""
         num_bytes = self._file_bytes(path)
         return self.loaded(path, source, expected) if num_bytes < SMALL_BYTES else num_bytes
 
@@ -101,13 +102,13 @@ class Preparation:
         return Prepared(adapter, contents_of(adapter), replace(version, lora_id=None), self._servable(adapter))
 
     def placed(self, prepared: Prepared) -> Prepared:
-        """What was prepared without a slot, and is small, is copied into this one's."""
+        """Copies an adapter that was prepared without a slot, if it is small, into this preparation's slot."""
         if self.slot is None:
             return prepared
         return replace(prepared, servable=self._host.place_adapter(prepared.servable, self.slot))
 
     def close(self) -> None:
-        """The slot is free again, unless `Host.install_adapter` has used it."""
+        """Frees the slot, unless `Host.install_adapter` has used it."""
         slot, self.slot = self.slot, None
         if slot is not None:
             self._host.release_slot(slot)
@@ -117,7 +118,7 @@ class Preparation:
 
     @staticmethod
     def _file_bytes(path: str) -> int:
-        """Of the file, or of the directory's files. Raises NotFoundError."""
+        """Bytes of the file, or of the directory's files. Raises NotFoundError."""
         place = Path(path)
         with errors_of_path(place, "read"):
             check_is_adapter(place)

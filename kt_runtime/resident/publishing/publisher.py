@@ -54,7 +54,7 @@ from kt_runtime.wire.status import UnforgottenName, UnstoredVersion
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_OF_NAME = 4
-"""Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
+"""Waiting operations of one name, not counting the one in progress: each may hold a copy of an adapter."""
 
 
 class Publisher:

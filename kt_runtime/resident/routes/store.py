@@ -27,13 +27,13 @@ from kt_runtime.wire.status import KeptRoutes
 Ids = npt.NDArray[np.integer]
 
 ENTRY_BYTES = KEY_BYTES + 2 * array("q").itemsize
-"""Of a token beside its row: its key, its bucket and its link."""
+"""Bytes of a token in addition to its row: its key, its bucket and its link."""
 
-END, UNUSED = -1, -2  # of a chain; of a row that is in none
+END, UNUSED = -1, -2  # the end of a chain; the link of a row that is in none
 
 
 class RouteStore:
-    """`size_bytes`: of all rows and keys. Not thread-safe: the engine's thread puts and finds."""
+    """`size_bytes`: memory of all rows and keys. Not thread-safe: the engine's thread puts and finds."""
 
     def __init__(self, num_layers: int, top_k: int, num_experts: int, size_bytes: int) -> None:
         """Raises InvalidValueError if not one token has room."""
@@ -46,13 +46,13 @@ class RouteStore:
         self._ids = np.full(shape, 0, _smallest_dtype(num_experts))  # written, so that the system has given the pages
         self._keys = bytearray(b"\xff") * (KEY_BYTES * self.capacity_tokens)
         self._buckets = array("q", [END]) * self.capacity_tokens  # the first row of each chain
-        self._links = array("q", [UNUSED]) * self.capacity_tokens  # of each row, the next one of its chain
+        self._links = array("q", [UNUSED]) * self.capacity_tokens  # the next row of the chain, for each row
         self._tokens = self._next = 0
         self.put_tokens = self.dropped_tokens = self.found_tokens = self.missed_tokens = 0
 
     @staticmethod
     def bytes_of_token(num_layers: int, top_k: int, num_experts: int) -> int:
-        """What a token takes, with its key."""
+        """Bytes of a token's row and key."""
         return num_layers * top_k * _smallest_dtype(num_experts).itemsize + ENTRY_BYTES
 
     def __len__(self) -> int:
@@ -70,7 +70,8 @@ class RouteStore:
         self.put_tokens += len(rows)
 
     def renew(self, keys: Sequence[bytes]) -> None:
-        """Makes the known ones among the tokens young again, as if they were put now: their prefix is in use."""
+        """Puts those known tokens again that are in the older half, so that they are the newest: their prefix is in
+        use."""
         old = [key for key in keys if self._row(key) != END and self._is_due(key)]
         if old:
             self.put(old, self._ids[[self._row(key) for key in old]])
@@ -97,15 +98,15 @@ class RouteStore:
         )
 
     def _is_due(self, key: bytes) -> bool:
-        """Whether the token has no row, or one that half of the others are younger than."""
+        """Whether the token has no row, or is in the older half of the rows."""
         row = self._row(key)
         if row == END:
             return True
-        age = (self._next - row - 1) % self.capacity_tokens + 1  # of the youngest 1
+        age = (self._next - row - 1) % self.capacity_tokens + 1  # the newest row's age is 1
         return 2 * age > self.capacity_tokens
 
     def _place(self, key: bytes) -> int:
-        """The row that is the key's from now on: the one that was taken longest ago."""
+        """Gives the key a row, that of the token that was put longest ago, and returns it."""
         known = self._row(key)
         if known != END:
             self._free(known)
@@ -133,14 +134,14 @@ class RouteStore:
         self._tokens -= 1
 
     def _row(self, key: bytes) -> int:
-        """END: it has none."""
+        """The key's row; END: it has none."""
         row = self._buckets[self._bucket(key)]
         while row != END and self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] != key:
             row = self._links[row]
         return row
 
     def _bucket(self, key: bytes) -> int:
-        """Python's hash has a secret seed: nobody can choose tokens whose keys share a bucket."""
+        """The key's bucket. Python's hash has a secret seed, so nobody can choose tokens whose keys share a bucket."""
         return hash(key) % self.capacity_tokens
 
 

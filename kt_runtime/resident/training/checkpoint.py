@@ -108,7 +108,7 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
 
 
 def copied_bytes(session: Session, *, optimizer: bool) -> int:
-    """Of a `snapshot`."""
+    """Bytes that `snapshot` copies."""
     moments = [*session.optimizer.first.items(), *session.optimizer.second.items()] if optimizer else []
     shapes = [session.parts.whole_shape(name, own) for name, own in (*session.parameters.items(), *moments)]
     return 4 * sum(math.prod(shape) for shape in shapes)
@@ -306,7 +306,7 @@ def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Pa
 def _copied(
     tensors: Mapping[str, torch.Tensor], parts: AdapterParts, *, suffix: bool = False
 ) -> Generator[Slice, None, dict[str, torch.Tensor]]:
-    """`suffix`: names are those of moments: a parameter's, ".", and the kind."""
+    """Copies tensors to the CPU, whole. `suffix`: names are those of moments: a parameter's, ".", and the kind."""
     copied: dict[str, torch.Tensor] = {}
     for upcoming, names in portions("copy", tensors):
         yield upcoming

@@ -1,11 +1,12 @@
-"""Copies of a session's masters for the next published version, made beside the optimizer step instead of after it.
+"""Copies of a session's masters for the next published version, made during the optimizer step instead of after it.
 
 Copying and hashing take longer than everything else about publishing: SHA-256 reads one or two GB a second on one core.
 In a session that publishes, threads therefore copy and measure each master as soon as the optimizer has changed it,
-while the optimizer goes on with the others and while the client prepares its next request.
+while the optimizer updates the others and while the client prepares its next request.
 
-That is done in the steps after which a publication is expected: where n steps lay between the last two, in every n-th.
-Other steps, and sessions that never publish, pay nothing. A publication that was not expected makes its own copies.
+They do so in the steps after which a publication is expected: if n steps lay between the last two publications, in
+every n-th step. Other steps, and sessions that never publish, have no extra cost. A publication that was not expected
+makes its own copies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kt_runtime.adapters.tensors import TensorContent, allocated, copy_in_pieces
 
 
 class MasterCopies:
-    """Of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`.
+    """Copies of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`.
 
     `threads` run the copies; None: the masters are on an accelerator, where only publications copy.
     Only `take` may be called by another thread than the engine's, and only while no master changes.
@@ -39,7 +40,7 @@ class MasterCopies:
         self._steps_between, self._num_steps = self._num_steps or self._steps_between or 1, 0
 
     def step_begins(self) -> None:
-        """Before an optimizer step. Copies made earlier and not taken are freed, or their memory is used again."""
+        """Called before an optimizer step. Frees copies that were not taken, or reuses their memory."""
         self._num_steps += 1
         is_expected = self._steps_between is not None and self._num_steps % self._steps_between == 0
         if not is_expected or not all(future.done() for future in self._ahead.values()):
@@ -56,7 +57,7 @@ class MasterCopies:
                 self._ahead[name] = self._threads.submit(self._copied, name, self._buffers[name])
 
     def replaced(self, names: Iterable[str]) -> None:
-        """These masters were loaded."""
+        """These masters were replaced by loaded ones."""
         self._free()
         for name in names:
             self._contents.pop(name, None)
@@ -64,7 +65,8 @@ class MasterCopies:
     def take(self) -> tuple[dict[str, torch.Tensor], dict[str, TensorContent]]:
         """Copies of all masters in float32 on the CPU, which belong to the caller, and what is known of them.
 
-        That is everything where the masters are in host memory, nothing on an accelerator. Waits for copies under way.
+        The contents are complete if the masters are in host memory, and empty on an accelerator. Waits for running
+        copies.
 
         On an accelerator the calling thread copies: its stream follows the engine's, those of other threads would not
         wait for the optimizer.
@@ -91,11 +93,11 @@ class MasterCopies:
         return self._contents.get(name) or measured(target)
 
     def _free(self) -> None:
-        """Copies under way end in their own buffers, which nobody reads."""
+        """Drops all copies. Running ones are still written to their buffers, which nobody reads."""
         for future in self._ahead.values():
             future.cancel()
         self._ahead, self._buffers = {}, {}
 
     def _has_memory(self) -> bool:
-        """If not, the publication will say so."""
+        """Whether memory suffices for copies of all masters. If not, the publication reports it."""
         return psutil.virtual_memory().available > sum(4 * each.numel() for each in self._parameters.values())

@@ -22,7 +22,7 @@ from kt_runtime.resident.training.portions import freed, portions
 LARGEST_NORM = 1e18  # its square is a second moment
 LARGEST = 1e37  # float32 ends at 3.4e38
 PIECE_ELEMENTS = 1 << 20
-"""Of a parameter, for one thread at a time."""
+"""Elements of a parameter that one thread updates at a time."""
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -40,7 +40,7 @@ class StepSettings:
 
 
 class _Piece(NamedTuple):
-    """A parameter or a part of one. `step`: the steps before this one, float32, which `update` counts on."""
+    """A parameter or a part of one. `step`: the number of earlier steps, float32; `update` increments it."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -75,9 +75,9 @@ class AdamW:
 
     `changed` is called with the names of parameters that a slice has updated. `threads`: for parameters in host memory.
     They share a slice by pieces, each computed by one thread: OpenMP's threads would wait for each other after each of
-    the dozen operations, and at a few GB/s per processor there is nothing to win from them.
+    the dozen operations, and would gain nothing at a few GB/s per core.
 
-    `over_ranks`: of each number the largest on any rank, each of which has a part of the parameters.
+    `over_ranks`: returns, for each number, the largest on any rank; each rank has a part of the parameters.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def clip(
 
     The norm is the L2 norm over all tensors together, bit-identical to `torch.nn.utils.get_total_norm`. Raises
     NumericsError, and leaves `gradient` unchanged, if an element is NaN or infinite or the norm is not below
-    `LARGEST_NORM`. `norm_of`: of one gradient, by its name.
+    `LARGEST_NORM`. `norm_of`: gives one gradient's norm, from its name and the gradient.
     """
     norms: list[torch.Tensor] = []
     for upcoming, names in portions("gradient norm", gradient):

@@ -69,7 +69,7 @@ class Terms:
 
 
 class PolicyLossFunction:
-    """`samples` [N]: of the call's targets."""
+    """`samples` [N]: those of the call's targets."""
 
     is_paired = False
 

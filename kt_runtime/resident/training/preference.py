@@ -46,7 +46,8 @@ MOST_CERTAIN = -1e-12
 class Answers:
     """Values of P pairs, all [P, 2] (chosen, rejected) and float64.
 
-    `sums`: of the counted log-probabilities. `counts`: of counted tokens. `reference`: the reference's sums.
+    `sums`: sums of the counted log-probabilities. `counts`: numbers of counted tokens. `reference`: the reference's
+    sums.
     """
 
     sums: torch.Tensor

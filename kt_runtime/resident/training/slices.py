@@ -68,7 +68,7 @@ class _Kept:
         return cls(twin.split.kept(leaf.detach()).requires_grad_(leaf.requires_grad), None, twin.split)
 
     def whole(self) -> _Kept:
-        """With the whole input: ranks send each other their columns."""
+        """The same with the whole input: ranks send each other their columns."""
         if self.split is None:
             return self
         return _Kept(self.split.whole(self.leaf.detach()).requires_grad_(self.leaf.requires_grad), self.output)
@@ -124,7 +124,8 @@ def _microbatch(
 
 
 def _release_columns(twin: Twin) -> None:
-    """Of a layer, or of the head, whose backward pass has ended. A call that fails leaves them to the next one."""
+    """Frees the columns of a layer, or of the head, whose backward pass has ended. After a failed call the next one
+    does."""
     if twin.split is not None:
         twin.split.release()
 

@@ -78,7 +78,7 @@ class AdapterParts:
         return Pieces(self._exchange.share, pieces or (total,))
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value, a float32 number, the largest on any rank."""
+        """The largest value on any rank for each of `values`, which are float32 numbers."""
         if self._exchange is None:
             return list(values)
         return self._exchange.all_columns(torch.tensor(values, dtype=torch.float32)[:, None]).amax(1).tolist()

@@ -37,7 +37,7 @@ NAME = "kt_float32"
 """`float32_attention` among Hugging Face's attention implementations."""
 
 Positions = Rotary | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""How a layer rotates queries and keys; beside a GPU Hugging Face's tables: cos and sin, or one complex tensor."""
+"""How a layer rotates queries and keys; with a GPU, Hugging Face's tables: cos and sin, or one complex tensor."""
 
 
 Branches = tuple[Branch, ...] | None
@@ -46,12 +46,12 @@ Branches = tuple[Branch, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `chunk`:
-    only keys of its own chunk of so many positions; 0: all. `sinks` [N]: of each head a frozen score without a value,
-    which takes part in the softmax. `index`: of an indexer that chooses among them.
+    """Which of the causal keys a query sees, and what else enters its softmax. `window`: most keys, its own included;
+    0: all. `chunk`: only keys of its own chunk of so many positions; 0: all. `sinks` [N]: a frozen score for each head,
+    without a value. `index`: that of an indexer, which chooses among the keys.
 
-    `exchange`: of ranks that share query heads but not the keys, which all heads see. A rank computes its heads' part
-    of the result. The gradient of the keys is a sum over heads, so each rank computes those of all heads."""
+    `exchange`: that of ranks that share query heads but not the keys, which all heads see. A rank computes its heads'
+    part of the result. The gradient of the keys is a sum over heads, so each rank computes those of all heads."""
 
     window: int = 0
     sinks: torch.Tensor | None = None
@@ -107,7 +107,7 @@ def attend(
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, seen: Seen) -> torch.Tensor:
-    """Of the last queries. Each chunk that has some is a sequence of its own."""
+    """Causal attention of the last queries. Each chunk that has some of them is a sequence of its own."""
     length, tokens, chunk = k.shape[1], q.shape[1], seen.chunk
     if not chunk or length <= chunk:
         return _Attention.apply(q, k, v, scaling, seen)
@@ -306,7 +306,7 @@ def _expanded(
     indexing: Indexing | None,
     heads: Heads,
 ) -> torch.Tensor:
-    """As Hugging Face's module, with keys and values for each head."""
+    """Attention as in Hugging Face's module, with keys and values for each head."""
     nope, value = attention.qk_nope_head_dim, attention.v_head_dim
     query_nope, query_rope, latent, key_rope, seen = _projected(attention, hidden, rotary, indexing, heads)
     expanded = attention.kv_b_proj(heads.entered(latent)).unflatten(-1, (-1, nope + value))

@@ -43,7 +43,7 @@ class WeighedInputMoe(nn.Module):
 
 
 def _routed(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [T, E], weights [T, 1] in float32, ids [T, 1]. Beside a GPU the router is Hugging Face's."""
+    """Logits [T, E], weights [T, 1] in float32, ids [T, 1]. With a GPU the router is Hugging Face's."""
     found = router(hidden)
     if len(found) == 3:
         return found
@@ -101,7 +101,7 @@ def _rotated(
 def _attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """PyTorch's attention beside a GPU: [B, S, N, D]; `mask`: True where a query may see a key, None: causal."""
+    """PyTorch's attention, used with a GPU: [B, S, N, D]; `mask`: True where a query may see a key, None: causal."""
     groups = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in (key, value))
     out = nn.functional.scaled_dot_product_attention(

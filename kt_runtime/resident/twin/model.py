@@ -8,8 +8,8 @@ On a machine without a GPU every operation between token ids and log-probabiliti
 training (`kt_runtime.ops`, `attention.py`), so both get the same bits. The rotary table is the engine's, and must be
 there. On a GPU Hugging Face's module computes the table.
 
-Of several ranks each has a part of the engine's tensors, and the twin has views of these (`split.py`). Its methods then
-take and return whole activations, equal on all ranks.
+With several ranks, each has a part of the engine's tensors, and the twin has views of these (`split.py`). Its methods
+then take and return whole activations, equal on all ranks.
 
 The model's own `forward` is not used. The slices call embedding, layers, norm and head separately, so no mask is built
 and nothing is cached.
@@ -99,7 +99,7 @@ class Twin:
 
     @property
     def copied_bytes(self) -> int:
-        """Of weights that the twin holds beside the engine's."""
+        """Bytes of weights that the twin holds in addition to the engine's."""
         return self._copied_bytes + (0 if self.split is None else self.split.fetched_bytes)
 
     @property
@@ -154,8 +154,8 @@ class Twin:
         return found[0] if isinstance(found, tuple) else found
 
     def _mask(self, layer: int, hidden: torch.Tensor, branches: attention.Branches) -> torch.Tensor | None:
-        """For Hugging Face's attention [B, 1, S, S]; None: it is causal by itself. With sinks, what is added to the
-        scores; else True where a query may see a key."""
+        """Mask for Hugging Face's attention [B, 1, S, S]; None: attention is causal without one. With sinks, what is
+        added to the scores; else True where a query may see a key."""
         is_eager, length = self._model.config._attn_implementation == "eager", hidden.shape[1]
         window, chunk = self._windows[layer], self._chunks[layer]
         if branches is None and not is_eager and not window and not 0 < chunk < length:
@@ -212,7 +212,7 @@ class Twin:
         return self._views
 
     def parts(self) -> dict[str, WeightPart]:
-        """Of several ranks: what this one has of each dense weight, by its Hugging Face name."""
+        """This rank's part of each dense weight, by its Hugging Face name; with one rank the whole weight."""
         return dict(self._parts)
 
     @contextlib.contextmanager
@@ -347,7 +347,7 @@ def _indexing(stack: DecoderStack | None, layer: int) -> attention.Indexing | No
 
 
 def _chunks(family: Family, config: Mapping[str, Any]) -> list[int]:
-    """Of each layer the positions of a chunk; 0: its attention is not chunked."""
+    """Positions of a chunk, for each layer; 0: the layer's attention is not chunked."""
     stack = family.decoder_stack(config)
     if stack is None:
         return [0] * int(config["num_hidden_layers"])
@@ -372,7 +372,7 @@ def _share(
 
 
 def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of the model's weights that lie in none of the engine's storages: what the twin takes beside them.
+    """Bytes of the model's weights that lie in none of the engine's storages: what the twin takes in addition to them.
 
     Rotary tables are not counted: they are computed from the configuration.
     """

@@ -31,7 +31,7 @@ from kt_runtime.resident.twin.attention import Branches, Positions
 from kt_runtime.resident.twin.model import Twin
 
 LEAST_TOKENS = 32
-"""Of a part without attention. Fewer would read each expert's weights for one or two tokens."""
+"""Fewest tokens of a part without attention. With fewer, each expert's weights would be read for one or two tokens."""
 
 Tokens = tuple[int, int]
 """First token and number of tokens among the T of a microbatch."""
@@ -44,7 +44,7 @@ Sized = Generator[Slice, int | None, tuple[int, int]]
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer of a microbatch. `positions`, `branches`: of all rows."""
+    """One layer of a microbatch. `positions`, `branches`: those of all rows."""
 
     twin: Twin
     layer: int
@@ -120,7 +120,7 @@ class LayerParts:
         return by_attended, collected.gradients(parameters)
 
     def _attention(self, hidden: torch.Tensor, rows: slice, *, of_leaf: bool = False) -> torch.Tensor:
-        """`hidden`: of all rows, or of these alone (`of_leaf`)."""
+        """Attention of some rows. `hidden`: all rows, or these alone (`of_leaf`)."""
         positions = self.positions
         assert isinstance(positions, Rotary)
         places = positions.places[rows] if len(positions.places) > 1 else positions.places
@@ -132,7 +132,7 @@ class LayerParts:
         return slice(first, min(len(hidden), first + max(1, granted // hidden.shape[1])))
 
     def _next(self, hidden: torch.Tensor, first: int, direction: str) -> Generator[Slice, int | None, int]:
-        """Tokens of the next part: of attention while there are rows, then of the rest of the layer."""
+        """Tokens of the next part: rows of attention while there are any, then tokens of the rest of the layer."""
         left = (len(hidden) - first) * hidden.shape[1]
         if not left:
             return (yield from self._granted_tokens(direction, hidden.shape[0] * hidden.shape[1]))

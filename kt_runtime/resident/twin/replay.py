@@ -15,8 +15,8 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class LayerRoutes:
-    """Of one layer: `ids` [T, K] integers, valid where `known` [T]. `forced`: known tokens get them; else they are
-    only compared. `moved` [T]: becomes True where a known token's present experts are others."""
+    """Routes of one layer. `ids` [T, K]: integers, valid where `known` [T]. `forced`: known tokens get them; else they
+    are only compared. `moved` [T]: becomes True where a known token's present experts are others."""
 
     ids: torch.Tensor
     known: torch.Tensor
@@ -24,7 +24,7 @@ class LayerRoutes:
     moved: torch.Tensor
 
     def part(self, first: int, count: int) -> LayerRoutes:
-        """Those of `count` tokens from `first` on."""
+        """The routes of `count` tokens from `first` on."""
         tokens = slice(first, first + count)
         return LayerRoutes(self.ids[tokens], self.known[tokens], self.forced, self.moved[tokens])
 

@@ -12,10 +12,10 @@ columns: q, k and v those of some heads, the output projection some of its outpu
 | into attention, into an MLP (`entered`) | – | own columns of x's gradient, exchanged |
 
 A column of a product depends on its own row of the weight alone, so columns can be computed anywhere. The gradient of a
-layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. A rank therefore
-needs for backward, beside its rows of each weight, all rows of its columns (`SplitWeight.columns`): the same size once
-more. Ranks that share memory send each other these columns for each layer, and free them after it. Others do so once,
-when training begins, and hold them; of a matrix that stays quantized each rank reads them then.
+layer's input is a sum over all rows of the weight, in their order; nothing is added up between ranks. For backward a
+rank therefore needs, in addition to its rows of each weight, all rows of its columns (`SplitWeight.columns`), which are
+of the same size. Ranks that share memory send each other these columns for each layer, and free them after it. Others
+do so once, when training begins, and hold them; of a matrix that stays quantized each rank reads them then.
 
 Between the product with the base and the exchange of the results, a layer's activations have their whole width, of
 which a rank has its columns (`Share.placed`): autograd then adds up gradients in the order of one process.
@@ -214,7 +214,7 @@ class Heads:
     exchange: Exchange | None
 
     def count(self, own: int) -> int:
-        """N of n."""
+        """The number N of all heads, from the rank's number n."""
         return own if self.exchange is None else own * self.exchange.share.num_ranks
 
     def part(self, x: Tensor) -> Tensor:
@@ -410,7 +410,7 @@ def own_source(source: TensorSource, model: nn.Module, engine: Mapping[str, Tens
 
 
 def part_of(source: TensorSource, own: Tensor, model: nn.Module, num_ranks: int) -> WeightPart:
-    """What a rank has of the weight that one process has as `source`. `own`: of the twin."""
+    """A rank's part of the weight that one process has as `source`. `own`: the twin's tensor."""
     if tuple(own.shape) == source.shape:
         return WeightPart(own, source.shape)
     module: Any = model.get_submodule(source.name.rpartition(".")[0])
@@ -418,13 +418,14 @@ def part_of(source: TensorSource, own: Tensor, model: nn.Module, num_ranks: int)
 
 
 class SplitParts:
-    """What of a twin is split. Its parameters are this rank's rows by now.
+    """The split parts of a twin, whose parameters are this rank's rows already.
 
-    `embedding`, `head`: tables [V, H], also where both are one. `freed`: what a microbatch's slices leave free.
+    `embedding`, `head`: tables [V, H], also where both are one. `freed`: bounds the memory that a microbatch's slices
+    free.
     """
 
     def __init__(self, model: Any, vocabulary: int, exchange: Exchange, share_bytes: int) -> None:
-        """`share_bytes`: of this rank's weights."""
+        """`share_bytes`: size of this rank's weights."""
         self._exchange, self.freed = exchange, FreedMemory(share_bytes)
         self._weights = []
         for module in model.modules():
@@ -445,11 +446,11 @@ class SplitParts:
 
     @property
     def fetched_bytes(self) -> int:
-        """Of the columns that this rank holds for backward."""
+        """Bytes of the columns that this rank holds for backward."""
         return sum(weight.columns.nbytes for weight in self._each if weight.columns is not None)
 
     def fetch(self) -> Generator[Slice, None, None]:
-        """The columns that are held while a session is open. All ranks run the slices, in the same order."""
+        """Fetches the columns that are held while a session is open. All ranks run the slices, in the same order."""
         for weight in self._each:
             if weight.is_held:
                 yield Slice("columns for backward", weight.rows.numel(), may_switch=True)

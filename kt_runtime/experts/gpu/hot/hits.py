@@ -59,7 +59,7 @@ def hit_sum(x: Tensor, slot_ids: Tensor, weights: Tensor, slots: PlainSlots | Pa
 
 
 def _outputs(w13: Tensor, w2: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
-    """[P, H]. ends int32 [n]; rows after the last one are of no expert."""
+    """The experts' outputs [P, H]. ends int32 [n]; rows after the last end belong to no expert."""
     return expert_forward(ExpertWeights(w13, w2, _LateEnds(ends), ends), rows)[0]
 
 
@@ -72,7 +72,7 @@ def _outputs_of_packed(slots: PackedSlots, ends: Tensor, rows: Tensor) -> Tensor
     for first in range(0, len(used), slots.at_once):
         some = slice(first, first + slots.at_once)
         own = ends[some]
-        # The rows of these experts come first, as products of groups take them, and go back to their places.
+        # Grouped products take these experts' rows from row 0 on; their results are moved back to their places.
         shifted = rows[(place + begin).clamp(max=len(rows) - 1)]
         done = _outputs(*slots.weights(used[some]), own - begin, shifted)
         is_own = (place >= begin) & (place < own[-1])

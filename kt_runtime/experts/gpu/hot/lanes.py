@@ -1,4 +1,4 @@
-"""A queue of work beside the current stream: a stream of the device, or, on the host, work that is done at once."""
+"""A queue of work other than the current stream: a stream of the device; on the host, work is done at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Mark(Protocol):
     """A place in a queue. `torch.Event` on a device."""
 
     def query(self) -> bool:
-        """Has all work before the mark ended?"""
+        """Whether all work before the mark has ended."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until it has."""
+        """Waits until all work before the mark has ended."""
         ...
 
 

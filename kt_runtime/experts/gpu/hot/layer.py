@@ -60,7 +60,7 @@ class Step:
 class Uses:
     """Counts of the pairs of decode steps. `hits`, `misses`: since the start; a pair with an adapter is a miss.
 
-    `by_expert` [E]: pairs without an adapter, whose expert may hit, since `take`.
+    `by_expert` [E]: pairs without an adapter, which may be hits, since the last `take`.
     """
 
     by_expert: NDArray[np.int64]
@@ -90,8 +90,8 @@ class StoreLayer(Protocol):
 class HotExperts:
     """S slots of one layer. `lanes`: the one that computes hits, and the one that fills slots.
 
-    `table` int32 [E]: expert -> slot or -1. The engine's thread makes all calls. `evict`, `fill` and `admit` are for
-    between two steps.
+    `table` int32 [E]: expert -> slot or -1. The engine's thread makes all calls. `evict`, `fill` and `admit` may be
+    called between two steps only.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class HotExperts:
         return found if token_slots is None else torch.where((token_slots >= 0)[:, None], NONE, found)
 
     def hits(self, ids: NDArray[np.integer], token_slots: NDArray[np.integer] | None) -> NDArray[np.bool_]:
-        """[T, K] on the host: the same pairs as `_slots_of`."""
+        """Which pairs are hits, [T, K] on the host: the same as of `_slots_of`."""
         last = self.shape.num_experts
         found = (ids >= 0) & (ids < last)
         found &= self.table[np.clip(ids, 0, last - 1)] != NONE
@@ -212,7 +212,7 @@ class HotExperts:
 
     def _set(self, expert: int, slot: int) -> None:
         assert not self.step.is_serving, "the table changes between two steps only"
-        with self._compute.on():  # behind the steps that read the table of before
+        with self._compute.on():  # after the steps that read the old table
             self._device_table[expert : expert + 1].fill_(slot)
         self.table[expert] = slot
 

@@ -8,9 +8,10 @@ and a weight is
 
     row_scale * (group_scale * (code - zero) - minimum)
 
-in float32, in the order in which the store's own `unpack` computes it, rounded once to the dtype that is asked for. A
-row scale beside scales of groups is a power of two, so that its product with them is exact: factors of groups are made
-first, and each weight is one product. (Of nvfp4 it is any number: there a weight may differ by one rounding.)
+in float32, in the order in which the store's own `unpack` computes it, rounded once to the dtype that is asked for. If
+groups have scales too, the row scale is a power of two, so that its product with them is exact: the factors of groups
+are computed first, and each weight is one product. (The row scale of nvfp4 is any number: there a weight may differ by
+one rounding.)
 
 Axes: n matrices, B blocks, R = 16 rows of a block, G groups of columns, L lines.
 """
@@ -29,13 +30,13 @@ from kt_runtime.errors import InvalidValueError
 BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES, SUPER_COLUMNS = 16, 32, 64, 256  # csrc/kernels/layout.h
 MOST_WEIGHTS_AT_ONCE = 8 << 20
 TEMPORARY_BYTES = 12
-"""The most bytes that dequantizing a weight takes beside its codes and its result."""
+"""Most bytes that dequantizing a weight takes in addition to its codes and its result."""
 
 _NAME = re.compile(r"(bf16|fp8_e4m3|mxfp8|int8|int4|int5|int6|mxfp4|nvfp4|iq4)(k?)(?:_g(\d+))?(_zp)?")
 # csrc/kernels/format.h: kIq4Levels - 127.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _ZEROS = {"int8": 128, "int4": 8, "int5": 16, "int6": 32}
-_NIBBLE_LINES = {"int4": 1, "mxfp4": 1, "nvfp4": 1, "iq4": 1, "int5": 4, "int6": 2}  # of a unit
+_NIBBLE_LINES = {"int4": 1, "mxfp4": 1, "nvfp4": 1, "iq4": 1, "int5": 4, "int6": 2}  # lines of a unit
 _HIGH_BITS = {"int5": 1, "int6": 2}
 _FP8, _FP4, _EXPONENTS = ("fp8_e4m3", "mxfp8"), ("mxfp4", "nvfp4"), ("mxfp4", "mxfp8")
 _BITS = {"bf16": 16, "int8": 8, "int5": 5, "int6": 6, "int4": 4, "iq4": 4} | dict.fromkeys(_FP8, 8)
@@ -58,7 +59,7 @@ class PackedFormat:
 
 
 def packed_format(name: str) -> PackedFormat | None:
-    """Of a name such as "int4_g32" (csrc/kernels/format.cpp); None for one that this module can't dequantize."""
+    """The format with a name such as "int4_g32" (csrc/kernels/format.cpp); None if it can't be dequantized here."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -67,7 +68,7 @@ def packed_format(name: str) -> PackedFormat | None:
 
 
 def formats_of(name: str) -> tuple[PackedFormat, PackedFormat] | None:
-    """Of gate and up, and of down, from `ExpertLayer.format`: one name, or two joined by "+"."""
+    """The formats of gate and up, and of down, from `ExpertLayer.format`: one name, or two joined by "+"."""
     first, _, second = name.partition("+")
     known = packed_format(first), packed_format(second or first)
     return None if known[0] is None or known[1] is None else (known[0], known[1])
@@ -230,7 +231,8 @@ class PackedMatrix:
 
     @cached_property
     def _zero_offset(self) -> int:
-        """After the scales of groups: a fp8 block of rows has one a group, others have one a row and group."""
+        """Offset of the zeros, after the scales of groups: fp8 has one scale for a group in a block of rows, others one
+        for each row and group."""
         if not self.format.group:
             return self._row_scale_bytes
         by_row = 1 if self.format.by_byte or self.format.encoding in (*_EXPONENTS, "nvfp4") else 2

@@ -4,8 +4,8 @@ A layer has a fixed number of slots; each holds one expert or none. Uses are cou
 decode steps only: the routing of a prompt is nearly flat, so its counts would push out what decoding needs. Counts
 decay by half in `half_life_steps` steps. A free slot goes to the most used expert that is not on the device. A full
 layer exchanges its least used expert only for one that is used `margin` times as much (hysteresis): two experts with
-about equal counts would otherwise take turns, and each exchange is a copy of megabytes. Pinned experts come first and
-never leave.
+about equal counts would otherwise replace each other again and again, and each exchange copies megabytes. Pinned
+experts get their slots first and keep them.
 
 One thread calls all methods, between steps, except `count`, which the same thread calls within a step.
 """
@@ -111,7 +111,7 @@ class Placement:
         self._decay = 0.5 ** (1 / self.policy.half_life_steps)
         shape = (len(self._layers), num_experts)
         self._counts: NDArray[np.float64] = np.zeros(shape)
-        self._slot_of = np.full(shape, NONE, np.int32)  # of resident and arriving experts
+        self._slot_of = np.full(shape, NONE, np.int32)  # slots of resident and arriving experts
         self._is_resident = np.zeros(shape, bool)
         self._is_pinned = np.zeros(shape, bool)
         self._free = [list(range(slots[layer]))[::-1] for layer in self._layers]  # the last is taken first
@@ -168,11 +168,11 @@ class Placement:
         return self._place(row, int(wanted[row]), None if has_free[row] else int(replaced[row]))
 
     def _candidates(self) -> NDArray[np.int64]:
-        """Of each layer the most used expert without a slot."""
+        """The most used expert without a slot, for each layer."""
         return np.where(self._slot_of == NONE, self._counts, -1.0).argmax(axis=1)
 
     def _victims(self) -> NDArray[np.int64]:
-        """Of each layer the least used expert that may leave."""
+        """The least used expert that may lose its slot, for each layer."""
         return np.where(self._is_evictable(), self._counts, np.inf).argmin(axis=1)
 
     def _is_evictable(self) -> NDArray[np.bool_]:

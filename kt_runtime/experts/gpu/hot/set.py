@@ -2,10 +2,10 @@
 
 A move has two phases, so that no step computes with weights that are still being copied. First the expert is unpacked
 into a pinned buffer, and a copy into its slot is queued in a lane of its own; if another expert had the slot, the store
-computes that one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving goes on
-meanwhile.
+computes that one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving
+continues meanwhile.
 
-A turn carries at most MOST_BYTES_PER_TURN, and one expert at least: unpacking takes the engine's time.
+A turn starts copies of at most MOST_BYTES_PER_TURN, but of at least one expert: unpacking takes the engine's time.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LayerUse:
 
 @dataclass(frozen=True)
 class HotUse:
-    """`size_bytes`: slots and pinned buffers. `scratch_bytes`: of dequantized weights, beside them. `pinned`: experts
-    that never leave. `moves`, `moved_bytes`: copies begun since the start."""
+    """`size_bytes`: slots and pinned buffers. `scratch_bytes`: memory for dequantized weights, not part of the size.
+    `pinned`: number of experts that never leave. `moves`, `moved_bytes`: copies begun since the start."""
 
     form: Form
     size_bytes: int
@@ -73,7 +73,7 @@ class HotUse:
 def slots_within(
     size_bytes: int, slot_sizes: Mapping[int, int], num_experts: int, pins: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """Layer -> slots that fit into `size_bytes` beside the pinned buffers, which hold the largest expert each.
+    """Layer -> slots that fit into `size_bytes` together with the pinned buffers, which hold the largest expert each.
 
     `slot_sizes`: layer -> bytes of a slot. Raises InvalidValueError if not one slot fits, or too few for the pinned
     experts.
@@ -106,10 +106,9 @@ class HotSet:
     """`layers`: the store's, by the model's index. `dtype`: the model's. `where`: the device of attention.
 
     `size_bytes`: of all slots and pinned buffers together, never exceeded. `pins`: layer -> experts that never leave.
-    `form`: how slots hold an expert. Published ones need a scratch beside the size (`slots.scratch_bytes`).
+    `form`: how slots hold an expert. Published ones need a scratch in addition to the size (`slots.scratch_bytes`).
     Raises InvalidValueError if the size has no room for one expert, or none for the pinned ones, and for a published
-    format that can't be dequantized on the device.
-    The engine's thread makes all calls.
+    format that can't be dequantized on the device. The engine's thread makes all calls.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class HotSet:
             self._steps += decoded_tokens > 0
 
     def turn(self) -> None:
-        """Between two steps: shows experts that have arrived, and sends others on their way."""
+        """Called between two steps: puts experts whose copies have ended into use, and starts copies of others."""
         self._check_between_steps()
         self._count()
         for carrier in self._carriers:

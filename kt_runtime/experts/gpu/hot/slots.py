@@ -31,7 +31,7 @@ from kt_runtime.experts.values import ExpertShape
 
 Form = Literal["model", "published"]
 MOST_SCRATCH_BYTES = 128 << 20
-"""Of dequantized weights; one expert's if that is more."""
+"""Most bytes of dequantized weights in a scratch; one expert's weights if these are more."""
 
 
 class CarriedLayer(Protocol):
@@ -53,7 +53,7 @@ def expert_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
 
 
 def packed_matrices(shape: ExpertShape, formats: tuple[PackedFormat, PackedFormat]) -> tuple[PackedMatrix, ...]:
-    """Gate, up and down."""
+    """The packed matrices of an expert: gate, up and down."""
     gate = PackedMatrix(shape.intermediate, shape.hidden, formats[0])
     return gate, gate, PackedMatrix(shape.hidden, shape.intermediate, formats[1])
 
@@ -86,8 +86,7 @@ def experts_at_once(shape: ExpertShape, dtype: torch.dtype) -> int:
 
 
 def scratch_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
-    """The most memory of the device that dequantizing takes beside the slots: the scratch, and what is computed on the
-    way to it."""
+    """Most bytes of the device that dequantizing takes in addition to the slots: scratch and intermediates."""
     at_once, rows, cols = experts_at_once(shape, dtype), shape.intermediate + COLUMN_UNIT, shape.hidden + COLUMN_UNIT
     weights = min(at_once * rows * cols, max(MOST_WEIGHTS_AT_ONCE, at_once * BLOCK_ROWS * max(rows, cols)))
     return at_once * expert_bytes(shape, dtype) + TEMPORARY_BYTES * weights
