@@ -226,13 +226,15 @@ def rl(say: Say, as_json: bool, **options: Any) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of arrivals and lengths.")
 @click.option("--tpot-target-ms", type=float, help="[default: 1.25 times the p99 at half load without training]")
 @click.option("--ttft-target-ms", type=float, help="[default: twice the p99 at half load without training]")
-@click.option("--train-share", default=0.9, show_default=True, help="Most of the time for training beside requests.")
+@click.option(
+    "--train-share", default=0.9, show_default=True, help="Largest share of time for training while requests run."
+)
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--quick", is_flag=True, help="Half load only, unless --load is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @measures
 def interfere(say: Say, as_json: bool, quick: bool, loads: tuple[float, ...], **options: Any) -> None:
-    """Time requests with and without training beside them, and training with and without requests.
+    """Time requests with and without training at the same time, and training with and without requests.
 
     \b
     Requests arrive at random, whether earlier ones have been answered or not. Progress goes to stderr.
@@ -376,7 +378,7 @@ def cache(say: Say, as_json: bool, **options: Any) -> None:
     is_flag=False,
     flag_value="-",
     metavar="[FILE]",
-    help="Print JSON, or write it to FILE beside the table.",
+    help="Print JSON, or write it to FILE in addition to the table.",
 )
 @measures
 def serve(
@@ -443,7 +445,7 @@ def serve(
     is_flag=False,
     flag_value="-",
     metavar="[FILE]",
-    help="Print JSON, or write it to FILE beside the tables.",
+    help="Print JSON, or write it to FILE in addition to the tables.",
 )
 @measures
 def gpu(

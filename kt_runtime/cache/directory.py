@@ -388,7 +388,7 @@ def parts_of_ranks(directory: Path, files: FileSystem | None = None) -> list[Pat
 
 
 def numbers_of_ranks(directory: Path) -> set[int]:
-    """Of the ranks that have records in `directory`, or a process that writes there."""
+    """Each number of ranks whose servers have records in `directory`, or a process that writes there."""
     found = {1} if _is_used(directory) else set()
     return found | {int(path.name.rpartition("-")[2]) for path in parts_of_ranks(directory) if _is_used(path)}
 

@@ -146,7 +146,7 @@ def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
 
 
 def _parts(path: Path, files: FileSystem) -> list[Path]:
-    """None of what is no directory."""
+    """The parts of ranks in `path`; none if it is no directory."""
     try:
         return parts_of_ranks(path, files)
     except (FileNotFoundError, NotADirectoryError):
@@ -154,7 +154,7 @@ def _parts(path: Path, files: FileSystem) -> list[Path]:
 
 
 def _added_up(found: list[tuple[str, Statistics]]) -> Statistics:
-    """Of the parts, by name."""
+    """The sum of the parts' statistics. `found`: with each part's name."""
     slot_bytes: Counter[int] = Counter()
     for _, each in found:
         slot_bytes.update(each.slot_bytes)

@@ -159,7 +159,7 @@ class ServeCommand(click.Command):
     help="Time to the first token; while requests wait for it, there is no training. [default: none]",
 )
 @click.option(
-    "--train-share", default=0.5, show_default=True, help="Most of the time that training may take beside requests."
+    "--train-share", default=0.5, show_default=True, help="Largest share of time for training while requests run."
 )
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
 @click.option("--max-sessions", default=64, show_default=True, help="Training sessions that may be open at once.")
@@ -184,7 +184,9 @@ class ServeCommand(click.Command):
 )
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option(
-    "--cache-host", metavar="SIZE", help="Memory for prefixes beside the KV cache; holds a copy of the cache too."
+    "--cache-host",
+    metavar="SIZE",
+    help="Memory for prefixes, in addition to the KV cache; holds a copy of the cache too.",
 )
 @click.option("--cache-disk", metavar="SIZE", help="Size of the disk tier, whose prefixes survive restarts.")
 @click.option(

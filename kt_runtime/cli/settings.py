@@ -19,7 +19,7 @@ NONE = "none"
 MEANINGS = {
     "tpot_target_ms": "time per output token to keep while training runs, in ms",
     "ttft_target_ms": "time to the first token to keep while training runs, in ms",
-    "train_share": "most of the time that training may take beside requests",
+    "train_share": "largest share of time for training while requests run",
     "schedule": "slices between batches, or whole_calls for comparison",
 }
 
@@ -34,7 +34,7 @@ def command(changes: tuple[str, ...], url: str | None, api_key: str | None, as_j
     \b
     tpot_target_ms=40    time per output token that is kept while training runs; none: no target
     ttft_target_ms=500   time to the first token; none: no target
-    train_share=0.5      most of the time that training may take beside requests
+    train_share=0.5      largest share of time for training while requests run
     schedule=slices      or whole_calls: each training call runs to its end, for comparison
     weight.SESSION=2     a training session's weight among the others; 1 takes it away
     """

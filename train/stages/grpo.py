@@ -169,7 +169,7 @@ class Grpo:
         if STEP not in arrays:
             return
         self._step = int(arrays[STEP][0])
-        self._is_published = self._step > 0  # the process that was killed may have left the name on the server
+        self._is_published = True  # by the process that wrote this state, and may not have unloaded it
         self._next = Rollout.of_arrays(arrays, NEXT)
         current = Rollout.of_arrays(arrays, CURRENT)
         if current is not None:
