@@ -42,8 +42,7 @@ from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.ranks import deaths
-from kt_runtime.sglang_patch.ranks.looks import Look
+from kt_runtime.sglang_patch.ranks.processes import Look, first_death
 from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 if TYPE_CHECKING:
@@ -444,7 +443,7 @@ class _Server:
             return
         if watchdog is not None and not why:
             is_lost = lost_device.has_ended(watchdog._processes)
-            why = lost_device.MESSAGE if is_lost else deaths.described(watchdog)
+            why = lost_device.MESSAGE if is_lost else first_death(watchdog)
         self.frontend.failed(why or "one of the server's processes has died", status)
         self._end_now(status)
 
