@@ -10,7 +10,7 @@ Symbols and reasons:
   API key, because SGLang does not know kt-runtime's key. The hook makes the same call directly.
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but SGLang
   silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
-  does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
+  does. Any other name selects the base, also a name with a colon. `serve/requests/checks/served.py` decides earlier
   which names are served at all.
 - `engine._set_envs_and_config`: hooked. It sets SGLang's handler of the signal of a process that dies while the model
   is loaded. That handler ends the whole server without a word. kt-runtime's replaces it before any process starts.
