@@ -1,4 +1,4 @@
-"""Reads the header of an untrusted GGUF file with a model's weights; a model may be split over several files.
+"""Reads the header of an untrusted GGUF file: of a model, which may be split over several files, or of an adapter.
 
 Format (https://github.com/ggml-org/ggml, docs/gguf.md), all little-endian, `string` = u64 length and UTF-8 bytes:
 
@@ -10,7 +10,9 @@ Format (https://github.com/ggml-org/ggml, docs/gguf.md), all little-endian, `str
 
 The whole header is checked before any tensor is used: lengths, types, names that appear twice, and, as ggml requires,
 that the tensors follow each other in the order of the list without gap or overlap and end within the file. Every count
-is compared with the bytes that are there before memory is taken for it.
+is compared with the bytes that are there before memory is taken for it. The `gguf` package writes our files and names
+the tensors, but does not read here: its reader trusts lengths (an array that claims 2^60 entries keeps it busy for
+ever).
 
 Split files (llama.cpp, `gguf-split`) are named NAME-00001-of-00003.gguf and hold `split.no`, `split.count` and
 `split.tensors.count`; the first one has the model's keys.
@@ -23,18 +25,17 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kt_runtime.checkpoint_file import Entry
-from kt_runtime.errors import CheckpointError, NotFoundError
+from kt_runtime.errors import CheckpointError, KtError, NotFoundError
 from kt_runtime.files import open_regular, read_at
 
 SUFFIX = ".gguf"
-MAX_HEADER_BYTES = 256 << 20
-"""Keys, with the tokenizer's vocabulary, and the list of tensors; 10 MB in files of today."""
 MAX_ITEMS = 1 << 22  # of an array, or tensors, or keys
 MAX_STRING_BYTES = 1 << 24  # a chat template
 MAX_FILES = 1000
@@ -84,6 +85,28 @@ _READ_AHEAD = 1 << 20
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What a file must keep to, and the class of the error that is raised if it does not.
+
+    `header_bytes`: the most that keys and list of tensors may take. `types`: of `BLOCKS`; `advice` for other types ends
+    the message. `least_alignment`: the lowest allowed `general.alignment`. `keeps_arrays`: False if arrays are checked
+    and skipped: their key's value is []. `is_whole`: no bytes may follow the last tensor.
+    """
+
+    error: type[KtError]
+    header_bytes: int
+    types: tuple[str, ...] = tuple(BLOCKS)
+    advice: str = ""
+    least_alignment: int = 1
+    keeps_arrays: bool = True
+    is_whole: bool = False
+
+
+MODEL = Rules(CheckpointError, header_bytes=256 << 20)
+"""The header has the tokenizer's vocabulary; it takes 10 MB in files of today."""
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """`keys`: values as Python's; arrays are lists. `tensors`: in the order of the file, the outermost dimension first,
     offsets from the beginning of the file."""
@@ -101,7 +124,8 @@ def open_gguf(path: Path) -> Iterator[tuple[int, GgufFile]]:
     """
     try:
         with open_regular(path) as descriptor:
-            yield descriptor, _Parser(path, descriptor).parse()
+            read = partial(read_at, descriptor)
+            yield descriptor, _Parser(path, read, os.fstat(descriptor).st_size, MODEL).parse()
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: {error.strerror}") from None
     except OSError as error:
@@ -112,6 +136,11 @@ def read_gguf(path: Path) -> GgufFile:
     """The header of one file. Raises as `open_gguf`."""
     with open_gguf(path) as (_, file):
         return file
+
+
+def parse_gguf(data: bytes | bytearray | memoryview, path: Path, rules: Rules) -> GgufFile:
+    """The header in `data`, a whole file. Raises the error of `rules`, beginning with `path`, which is not opened."""
+    return _Parser(path, lambda count, offset: bytes(data[offset : offset + count]), len(data), rules).parse()
 
 
 def read_gguf_model(path: Path) -> list[GgufFile]:
@@ -157,10 +186,14 @@ def _check_parts(files: list[GgufFile]) -> None:
 
 
 class _Parser:
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        self._file_bytes = os.fstat(descriptor).st_size
-        self._limit = min(self._file_bytes, MAX_HEADER_BYTES)
+    """Reads forwards, never beyond the file's end or the largest header, so that no claimed length can cost much.
+
+    `read(count, offset)` returns bytes of the file, fewer at its end.
+    """
+
+    def __init__(self, path: Path, read: Callable[[int, int], bytes], file_bytes: int, rules: Rules) -> None:
+        self._path, self._read, self._file_bytes, self._rules = path, read, file_bytes, rules
+        self._limit = min(file_bytes, rules.header_bytes)
         self._at = 0
         self._start, self._buffer = 0, b""
 
@@ -192,13 +225,15 @@ class _Parser:
             return self._string(what)
         if kind != _ARRAY:
             return self._number(self._scalar(kind, what), what)
-        kind = self._number("I", what)
+        kind, is_kept = self._number("I", what), self._rules.keeps_arrays
         if kind == _STRING:
             count = self._count(what, 8)
-            return [self._string(what) for _ in range(count)]
+            texts = (self._string(what) for _ in range(count))
+            return [text for text in texts if is_kept]
         letter = self._scalar(kind, what)
         count = self._count(what, struct.calcsize(letter))
-        return list(struct.unpack(f"<{count}{letter}", self._take(count * struct.calcsize(letter), what)))
+        packed = self._take(count * struct.calcsize(letter), what)
+        return list(struct.unpack(f"<{count}{letter}", packed)) if is_kept else []
 
     def _scalar(self, kind: int, what: str) -> str:
         if kind not in _SCALARS:
@@ -215,9 +250,10 @@ class _Parser:
         if 0 in shape or math.prod(shape) >= 1 << 60:
             raise self._error(f"{what} has shape {list(shape)[::-1]}; expected 1 to 2^60 weights")
         number, offset = self._number("I", what), self._number("Q", what)
-        kind = _TYPES.get(number)
-        if kind is None:
-            raise self._error(f"{what} has type {number}; expected {', '.join(BLOCKS)}")
+        kind = _TYPES.get(number, "")
+        if kind not in self._rules.types:
+            expected = ", ".join(self._rules.types) + self._rules.advice
+            raise self._error(f"{what} has type {_type_name(number)}; expected {expected}")
         if shape[0] % BLOCKS[kind][0]:
             raise self._error(f"{what} has rows of {shape[0]}; expected a multiple of {BLOCKS[kind][0]} for {kind}")
         return name, shape[::-1], kind, offset
@@ -225,8 +261,11 @@ class _Parser:
     def _alignment(self, keys: Mapping[str, Any]) -> int:
         alignment = keys.get("general.alignment", 32)
         is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
-        if not is_number or not 1 <= alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise self._error(f"key 'general.alignment' is {alignment!r}; expected a power of two up to 65536")
+        least = self._rules.least_alignment
+        if not is_number or not least <= alignment <= 1 << 16 or alignment & (alignment - 1):
+            raise self._error(
+                f"key 'general.alignment' is {alignment!r}; expected a power of two from {least} to 65536"
+            )
         return int(alignment)
 
     def _placed(self, infos: list[tuple[str, tuple[int, ...], str, int]], alignment: int) -> dict[str, Entry]:
@@ -248,6 +287,8 @@ class _Parser:
                 )
             tensors[name] = Entry(kind, shape, first + offset, first + offset + size)
             expected = _round_up(offset + size, alignment)
+        if self._rules.is_whole and self._file_bytes > first + expected:
+            raise self._error(f"{self._file_bytes - first - expected} bytes after the last tensor belong to no tensor")
         return tensors
 
     def _count(self, what: str, item_bytes: int) -> int:
@@ -285,20 +326,26 @@ class _Parser:
         end = self._at + count
         if end > self._limit:
             limit = f"the file has {self._file_bytes}"
-            if end > MAX_HEADER_BYTES:
-                limit = f"a header of at most {MAX_HEADER_BYTES} is accepted"
+            if end > self._rules.header_bytes:
+                limit = f"a header of at most {self._rules.header_bytes} is accepted"
             raise self._error(f"truncated in the header: {what} ends at byte {end}, {limit}")
         if end > self._start + len(self._buffer):
             self._start = self._at
-            self._buffer = read_at(self._descriptor, max(count, _READ_AHEAD), self._at)
+            self._buffer = self._read(max(count, _READ_AHEAD), self._at)
         found = self._buffer[self._at - self._start : end - self._start]
         if len(found) != count:
             raise self._error(f"truncated in the header: {what} ends at byte {end}, the file has become shorter")
         self._at = end
         return found
 
-    def _error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {problem}")
+    def _error(self, problem: str) -> KtError:
+        return self._rules.error(f"{self._path}: {problem}")
+
+
+def _type_name(number: int) -> str:
+    from gguf import GGMLQuantizationType  # only an error needs it
+
+    return GGMLQuantizationType(number).name if number in set(GGMLQuantizationType) else str(number)
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kt_runtime.cache.directory import is_part_of_rank, numbers_of_ranks, part_of_rank
-from kt_runtime.cache.filesystem import DiskFiles
+from kt_runtime.cache.disk import DiskFiles
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.serve.memory.plan import format_bytes

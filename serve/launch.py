@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
     from kt_runtime.serve.hosts.gathering import Gathered
     from kt_runtime.sglang_patch.frontend.http_server import Engine
-    from kt_runtime.sglang_patch.ranks.looks import Look
+    from kt_runtime.sglang_patch.ranks.processes import Look
     from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ TOUCHED_OTHERWISE = (
     "lora.step",
     "ranks.group",
     "resident.members",
-    "ranks.deaths",
+    "ranks.processes",
     "other_host",
     "frontend.http_server",
     "frontend.tokenizing",

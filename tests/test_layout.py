@@ -62,7 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
     "ranks": {"_experts", "experts", "errors"},
-    "adapters": {"beside", "checkpoint_file", "direct_file", "families", "files", "errors", "mapped", "spare"},
+    "adapters": {
+        *("beside", "checkpoint_file", "direct_file", "families", "files", "gguf_file", "errors", "mapped", "spare"),
+    },
     "cache": {"direct_file", "files", "errors"},
     "registry": {"files", "errors"},
     "resident": {

@@ -27,21 +27,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kt_runtime.adapters.folding import Part
-from kt_runtime.adapters.gguf_file import MAX_HEADER_BYTES, GgufFile, parse_gguf
 from kt_runtime.adapters.paths import open_directory
 from kt_runtime.adapters.peft_directory import filler_notes, folded_whole, largest_file
+from kt_runtime.adapters.safetensors_file import DTYPES
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups, expected_shapes
 from kt_runtime.adapters.validator import check_adapter, check_rank, check_shape, unknown_module
+from kt_runtime.checkpoint_file import Entry
 from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.gguf import Held, ways_of_linear
 from kt_runtime.files import write_new_file
+from kt_runtime.gguf_file import Rules, parse_gguf
 
 if TYPE_CHECKING:
     import gguf
 
-SUFFIX = ".gguf"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RULES = Rules(
+    AdapterError,
+    header_bytes=16 << 20,  # a model's vocabulary has no place in an adapter
+    types=("F32", "F16", "BF16"),
+    advice=": convert the adapter with --outtype f32",
+    least_alignment=8,
+    keeps_arrays=False,
+    is_whole=True,
+)
 _KEY = re.compile(r"(?P<matrix>.+\.weight)\.lora_(?P<letter>[ab])")
 
 WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `write_gguf_adapter`
@@ -71,10 +80,11 @@ def read_gguf_adapter(
     _require_compared(family, where)
     with open_directory(place.parent.resolve()) as directory:
         # A module in two matrices has its A twice.
-        data = directory.read(place.name, 2 * largest_file(family, config, max_rank) + MAX_HEADER_BYTES)
-    file = parse_gguf(data, where)
-    alpha = _check_keys(file, family, where)
-    parts = _parts(file, alpha, family, config, max_rank, where)
+        data = directory.read(place.name, 2 * largest_file(family, config, max_rank) + RULES.header_bytes)
+    file = parse_gguf(data, place, RULES)
+    alpha = _check_keys(file.keys, family, where)
+    tensors = {name: _view(data, entry) for name, entry in file.tensors.items()}
+    parts = _parts(tensors, alpha, family, config, max_rank, where)
     forms = {(part.pair.a.shape[-2], part.scaling) for part in parts}
     common = alpha if alpha and len(forms) == 1 and all(scaling == alpha / rank for rank, scaling in forms) else None
     adapter, filled = folded_whole(parts, common, family, config, max_rank, where)
@@ -167,7 +177,12 @@ def places(family: Family, config: Mapping[str, Any]) -> dict[str, Place]:
     }
 
 
-def _check_keys(file: GgufFile, family: Family, where: str) -> float:
+def _view(data: memoryview, entry: Entry) -> torch.Tensor:
+    count, dtype = math.prod(entry.shape), DTYPES[entry.dtype]
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+
+def _check_keys(keys: Mapping[str, Any], family: Family, where: str) -> float:
     """Returns alpha, 0 if there is none."""
     expected = {
         "general.type": "adapter",
@@ -175,24 +190,29 @@ def _check_keys(file: GgufFile, family: Family, where: str) -> float:
         "general.architecture": family.gguf_architecture,
     }
     for key, value in expected.items():
-        if file.values.get(key) != value:
-            found = f"is {str(file.values[key])[:80]!r}" if key in file.values else "is missing"
+        if keys.get(key) != value:
+            found = f"is {str(keys[key])[:80]!r}" if key in keys else "is missing"
             raise AdapterError(f"{where}: {key} {found}; expected {value!r} for a LoRA adapter of this model")
-    if "adapter.alora.invocation_tokens" in file.arrays:
+    if "adapter.alora.invocation_tokens" in keys:
         raise AdapterError(f"{where}: adapter.alora.invocation_tokens: activated LoRA is not supported")
-    alpha = file.values.get("adapter.lora.alpha", 0.0)
+    alpha = keys.get("adapter.lora.alpha", 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha < 0:
         raise AdapterError(f"{where}: adapter.lora.alpha is {alpha!r}; expected a finite number, not below 0")
     return float(alpha)
 
 
 def _parts(
-    file: GgufFile, alpha: float, family: Family, config: Mapping[str, Any], max_rank: int, where: str
+    file_tensors: Mapping[str, torch.Tensor],
+    alpha: float,
+    family: Family,
+    config: Mapping[str, Any],
+    max_rank: int,
+    where: str,
 ) -> list[Part]:
     """One part per dense module and per expert, in the model's order. A tensor that is not used raises AdapterError."""
     known = places(family, config)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in file.tensors.items():
+    for key, tensor in file_tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise AdapterError(f"{where}: unknown tensor {key!r}; expected NAME.weight.lora_a or NAME.weight.lora_b")

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.adapters.gguf_lora import SUFFIX, read_gguf_adapter
+from kt_runtime.adapters.gguf_lora import read_gguf_adapter
 from kt_runtime.adapters.peft_directory import read_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
 from kt_runtime.errors import NotFoundError
 from kt_runtime.families import Family
+from kt_runtime.gguf_file import SUFFIX
 
 
 def check_is_adapter(path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kt_runtime.bench.measuring import Say, measures
 from kt_runtime.bench.scale.command import scale
+from kt_runtime.cli.interrupts import Say, measures
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:

@@ -4,5 +4,5 @@ The package handles keys (text), bytes and files. Models, tokens, tensors and SG
 
 - `DiskTier` is the server's interface: never raises while serving, reads ahead, writes behind.
 - `PageStore` is the directory itself, synchronous; `inspection` serves the command line.
-- All file access goes through `filesystem`.
+- All file access goes through `disk`.
 """

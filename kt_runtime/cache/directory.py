@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kt_runtime.cache.filesystem import DiskFiles, FileSystem, OpenFile
+from kt_runtime.cache.disk import Counters, DiskFiles, FileSystem, OpenFile
 from kt_runtime.cache.format import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -37,7 +37,6 @@ from kt_runtime.cache.format import (
     segment_name,
     segment_number,
 )
-from kt_runtime.cache.health import Counters
 from kt_runtime.cache.index import PUT, Catalog, IndexLog
 from kt_runtime.errors import NotFoundError
 from kt_runtime.files import empty_buffer
@@ -130,9 +129,6 @@ class InUse:
             is_last = not was_closed and self._users == 0
         if is_last:
             self._close()
-
-
-logger = logging.getLogger(__name__)
 
 
 class CacheDirectory:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.disk import Counters, DiskFiles, FileSystem, Health, Use
 from kt_runtime.cache.format import Namespace, is_key
-from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore
 from kt_runtime.cache.read_ahead import Check, ReadAhead

@@ -47,7 +47,7 @@ from dataclasses import dataclass, fields
 
 import xxhash
 
-from kt_runtime.cache.filesystem import Buffer, OpenFile
+from kt_runtime.cache.disk import Buffer, OpenFile
 from kt_runtime.errors import InvalidValueError
 
 FORMAT_VERSION = 1

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kt_runtime.cache.filesystem import FileSystem, OpenFile
+from kt_runtime.cache.disk import FileSystem, OpenFile
 from kt_runtime.cache.format import FILE_HEADER_BYTES, FORMAT_VERSION, ID_BYTES, Geometry
 from kt_runtime.files import TEMPORARY_PREFIX, empty_buffer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.cache.directory import parts_of_ranks
-from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.disk import DiskFiles, FileSystem
 from kt_runtime.cache.index import DROP, PUT, IndexLog
 from kt_runtime.cache.page_store import PageStore
 from kt_runtime.errors import NotFoundError

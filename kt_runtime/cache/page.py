@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kt_runtime.cache.filesystem import Buffer, OpenFile
+from kt_runtime.cache.disk import Buffer, OpenFile
 from kt_runtime.cache.format import (
     FORMAT_VERSION,
     HEADER_BYTES,

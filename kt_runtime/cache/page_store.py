@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kt_runtime.cache.directory import CacheDirectory, InUse
-from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.disk import Counters, DiskFiles, FileSystem
 from kt_runtime.cache.format import HEADER_BYTES, Fault, Geometry, check_slot, record_id, slot_bytes_for
-from kt_runtime.cache.health import Counters
 from kt_runtime.cache.index import DROP, ENTRY_BYTES, PUT, USE, Catalog, Change, parts
 from kt_runtime.cache.page import Fetched, Page, fetch_slots, neighbours, write_slots
 from kt_runtime.errors import InvalidValueError

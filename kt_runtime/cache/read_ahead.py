@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kt_runtime.cache.disk import Counters, Health, Use
 from kt_runtime.cache.format import slot_bytes_for
-from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import BufferPool, Page, page_in_slot
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kt_runtime.cache.health import Counters, Health, Use
+from kt_runtime.cache.disk import Counters, Health, Use
 from kt_runtime.cache.page import BufferPool, Page
 
 _OPERATION_BYTES = 8 << 20

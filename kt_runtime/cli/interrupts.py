@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -11,7 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
+import click
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Say = Callable[[str], None]
 
 
 class Interruptible:
@@ -57,6 +61,23 @@ class Interruptible:
     def _on_dropped_exception(self, dropped: sys.UnraisableHookArgs) -> None:
         if not (self._has_arrived and issubclass(dropped.exc_type, KeyboardInterrupt)):
             self._previous_hook(dropped)
+
+
+def measures(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that measures for long, and calls its argument `say` with each line of progress. Ctrl-C or SIGTERM ends
+    its servers and peers, and removes its temporary files."""
+
+    @functools.wraps(function)
+    def wrapped(**options: Any) -> None:
+        with Interruptible() as interruptible:
+
+            def say(line: str) -> None:
+                interruptible.check()
+                click.echo(line, err=True)
+
+            function(say=say, **options)
+
+    return wrapped
 
 
 @contextlib.contextmanager

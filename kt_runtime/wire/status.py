@@ -34,7 +34,7 @@ class CacheTier(msgspec.Struct, kw_only=True):
     `capacity_bytes`: size of the tier's current `pages`, and the limit.
 
     Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of
-    `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
+    `kt_runtime.cache.disk.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
     `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
 
     Several ranks: pages and bytes are those of rank 0; all have the same pages, each those of its heads. Errors are

@@ -19,7 +19,7 @@ from kt_runtime.serve.finetuning.routes import finetuning_routes, switched_off_r
 from kt_runtime.serve.finetuning.service import FineTuning
 from kt_runtime.serve.finetuning.trainer import Connection
 from kt_runtime.serve.http.adapters import Adapters
-from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.serve.requests.checks.served import ServedModels
 from kt_runtime.wire.async_client import AsyncResident
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ CHECKS_AT_ONCE = 1  # a thread, and seconds of Python's global lock by turns for
 
 
 class Models(Protocol):
-    """The part of `serve/requests/checks/models.py: Models` that jobs use."""
+    """The part of `serve/requests/checks/served.py: ServedModels` that jobs use."""
 
     name: str
 

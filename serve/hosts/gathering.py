@@ -21,8 +21,7 @@ from kt_runtime.serve.hosts.place import HostPlace, interface_of
 from kt_runtime.serve.models.report import ResolvedModel
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.sglang_patch.ranks import meeting
-from kt_runtime.sglang_patch.ranks.deaths import placed
-from kt_runtime.sglang_patch.ranks.looks import RANK, Look
+from kt_runtime.sglang_patch.ranks.processes import RANK, Look, placed
 from kt_runtime.sglang_patch.ranks.watch import CAUSE_SECONDS, RankWatch
 
 logger = logging.getLogger(__name__)

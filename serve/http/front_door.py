@@ -19,10 +19,8 @@ from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.options.named import ServeOptions
 from kt_runtime.serve.requests.checks.body_reader import largest_body_bytes
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
-from kt_runtime.serve.requests.checks.models import ServedModels
-from kt_runtime.serve.requests.checks.parsers import KnownParsers
 from kt_runtime.serve.requests.checks.prompts import check_prompts
-from kt_runtime.serve.requests.checks.responses import ResponsesThere
+from kt_runtime.serve.requests.checks.served import KnownParsers, ResponsesThere, ServedModels
 from kt_runtime.serve.requests.checks.tools import check_tools
 from kt_runtime.serve.requests.checks.volume import VolumeLimit
 

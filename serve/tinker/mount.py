@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kt_runtime.serve.http.adapters import Adapters
 from kt_runtime.serve.models.report import ResolvedModel
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.serve.requests.checks.models import UNNAMED
+from kt_runtime.serve.requests.checks.served import UNNAMED
 from kt_runtime.serve.tinker.model import ModelFacts
 from kt_runtime.serve.tinker.routes import tinker_routes
 from kt_runtime.serve.tinker.sampling import Engine

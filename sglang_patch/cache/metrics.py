@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from kt_runtime.cache.directory import part_of_rank
+from kt_runtime.cache.disk import Counters
 from kt_runtime.cache.disk_tier import DiskTier
-from kt_runtime.cache.health import Counters
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers

@@ -10,7 +10,7 @@ Symbols and reasons:
   API key, because SGLang does not know kt-runtime's key. The hook makes the same call directly.
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but SGLang
   silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
-  does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
+  does. Any other name selects the base, also a name with a colon. `serve/requests/checks/served.py` decides earlier
   which names are served at all.
 - `engine._set_envs_and_config`: hooked. It sets SGLang's handler of the signal of a process that dies while the model
   is loaded. That handler ends the whole server without a word. kt-runtime's replaces it before any process starts.
@@ -42,8 +42,7 @@ from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
-from kt_runtime.sglang_patch.ranks import deaths
-from kt_runtime.sglang_patch.ranks.looks import Look
+from kt_runtime.sglang_patch.ranks.processes import Look, first_death
 from kt_runtime.sglang_patch.ranks.watch import RankWatch
 
 if TYPE_CHECKING:
@@ -444,7 +443,7 @@ class _Server:
             return
         if watchdog is not None and not why:
             is_lost = lost_device.has_ended(watchdog._processes)
-            why = lost_device.MESSAGE if is_lost else deaths.described(watchdog)
+            why = lost_device.MESSAGE if is_lost else first_death(watchdog)
         self.frontend.failed(why or "one of the server's processes has died", status)
         self._end_now(status)
 

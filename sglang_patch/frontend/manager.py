@@ -43,7 +43,7 @@ from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampl
 from kt_runtime.sglang_patch.frontend.stalls import EngineStalled, Stalls
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
-from kt_runtime.sglang_patch.ranks.looks import Look, rank_names
+from kt_runtime.sglang_patch.ranks.processes import Look, rank_names
 
 TELLING_SECONDS = 0.2
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kt_runtime.sglang_patch.ranks.looks import RANK, Look, look_at
+from kt_runtime.sglang_patch.ranks.processes import RANK, Look, look_at
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kt_runtime.ranks.failures import FAILED, STOPPED, Failure, cause_of
-from kt_runtime.sglang_patch.ranks.deaths import RankProcess, death_of, placed
-from kt_runtime.sglang_patch.ranks.looks import RANK, Look, look_at
+from kt_runtime.sglang_patch.ranks.processes import RANK, Look, RankProcess, death_of, look_at, placed
 
 POLL_SECONDS = 0.25
 STOPPED_SECONDS = 3.0  # a debugger's short look is shorter

@@ -32,7 +32,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As `kt_runtime.cli.demo.timeline` writes it; `steps`: (time, step, loss), `streams`: (client, began, ended, is
+    """As `kt_runtime.cli.demo.streams` writes it; `steps`: (time, step, loss), `streams`: (client, began, ended, is
     it the adapter's)."""
 
     model: str

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kt_runtime.bench.measuring import Say, measures
+from kt_runtime.cli.interrupts import Say, measures
 
 
 @click.command(name="scale")

@@ -25,8 +25,7 @@ import httpx
 from kt_runtime.bench.page.measurement import compact_json
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.demo.base import make_base
-from kt_runtime.cli.demo.streams import FirstToken, Streams, chat
-from kt_runtime.cli.demo.timeline import timeline_of
+from kt_runtime.cli.demo.streams import FirstToken, Streams, chat, timeline_of
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError, RuntimeFault
 from kt_runtime.files import write_file, write_json

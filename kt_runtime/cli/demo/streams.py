@@ -1,16 +1,20 @@
-"""Clients for the demo: continuous streams, and a probe for a new version's first token."""
+"""Clients for the demo: continuous streams, a probe for a new version's first token, and the times of both."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 REQUEST_SECONDS = 60.0
+STEP = re.compile(r"step (\d+)/\d+.*?loss ([\d.]+)")
+MILLISECOND_DIGITS = 3
 
 
 def chat_stream(http: httpx.Client, model: str, question: str, max_tokens: int = 32) -> Iterator[str]:
@@ -151,3 +155,35 @@ class FirstToken:
                         return
                 except (httpx.HTTPError, RuntimeError, ValueError):
                     time.sleep(self._pause_s)  # not published yet
+
+
+def timeline_of(
+    answered: Sequence[Answered],
+    lines: Sequence[tuple[float, str]],
+    optim_finished_at: float,
+    first_token_at: float,
+    figures: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The JSON of `kt-runtime demo --timeline`, which README's picture is drawn from: times in seconds since the first
+    stream began; a row of `streams` is [client, began, ended, by the adapter].
+
+    `lines`: of `kt-runtime train`, with Unix times; `steps` are those that report a step: [time, step, loss].
+    """
+    begin = min((stream.began_at for stream in answered), default=first_token_at)
+
+    def since(moment: float) -> float:
+        return round(moment - begin, MILLISECOND_DIGITS)
+
+    steps = [(moment, STEP.search(line)) for moment, line in lines]
+    return {
+        "model": figures["model"],
+        "before": figures["before"],
+        "after": figures["after"],
+        "optim_finished_s": since(optim_finished_at),
+        "first_token_s": since(first_token_at),
+        "steps": [[since(moment), int(found[1]), float(found[2])] for moment, found in steps if found],
+        "streams": [
+            [stream.client, since(stream.began_at), since(stream.ended_at), stream.by_adapter]
+            for stream in sorted(answered, key=lambda stream: stream.began_at)
+        ],
+    }

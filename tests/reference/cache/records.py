@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.cache.filesystem import DiskFiles
+from kt_runtime.cache.disk import DiskFiles
 from kt_runtime.cache.format import (
     HEADER_BYTES,
     Geometry,

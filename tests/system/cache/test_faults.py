@@ -29,7 +29,7 @@ from reference.cache import faulty_disk
 from reference.cache.records import DAMAGES, Placed, placed
 
 from kt_runtime.cache import inspection
-from kt_runtime.cache.health import Use
+from kt_runtime.cache.disk import Use
 from kt_runtime.errors import KtError
 from kt_runtime.serve.models.make_model import make_model
 

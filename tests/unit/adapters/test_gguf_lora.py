@@ -215,15 +215,16 @@ F32 = np.float32
         (key("arch", "deepseek2"), "general.architecture is 'deepseek2'; expected 'qwen3moe'"),
         (key("adapter.lora.alpha", float("nan")), "adapter.lora.alpha is nan"),
         (key("adapter.lora.alpha", -1.0), "adapter.lora.alpha is -1"),
+        (key("adapter.lora.alpha", [1.0, 2.0]), r"adapter.lora.alpha is \[\]"),
         (key("adapter.alora.invocation_tokens", [1, 2]), "activated LoRA"),
-        (key("general.alignment", 48), "general.alignment is 48; expected a power of two"),
+        (key("general.alignment", 48), "'general.alignment' is 48; expected a power of two from 8"),
         (tensor(f"{BLOCK0}.lora_b", None), "'blk.0.attn_output.weight.lora_b' is missing"),
         (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 49), F32)), r"lora_a' has shape \[4, 49\]; expected \[4, 48\]"),
         (tensor(f"{BLOCK0}.lora_b", np.zeros((32, 5), F32)), r"lora_b' has shape \[32, 5\]; expected \[32, 4\]"),
         (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 4, 48), F32)), r"lora_a' has shape \[4, 4, 48\]"),
         (tensor(f"{BLOCK0}.lora_a", np.zeros((9, 48), F32)), "its rank .* is 9, above"),
         (tensor(f"{BLOCK0}.lora_a", np.full((4, 48), np.nan, F32)), "o_proj.lora_A.weight' contains NaN"),
-        (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 48), np.float64)), "is of type F64; F32, F16 and BF16 are read"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 48), np.float64)), "has type F64; expected F32, F16, BF16"),
         (tensor(f"{BLOCK0}.lora_a", np.zeros(48, F32)), "its rank.* is 0"),
         (tensor("blk.0.attn_norm.weight", np.zeros(32, F32)), "unknown tensor 'blk.0.attn_norm.weight'; expected NAME"),
         (tensor("blk.0.attn_outptu.weight.lora_a", np.zeros((4, 4), F32)), "did you mean 'blk.0.attn_output'"),
@@ -248,7 +249,7 @@ def test_a_quantized_file_is_refused_by_its_type(tmp_path: Path, qwen: Any) -> N
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(AdapterError, match=r"is of type Q8_0; F32, F16 and BF16 are read.*--outtype f32"):
+    with pytest.raises(AdapterError, match=r"has type Q8_0; expected F32, F16, BF16.*--outtype f32"):
         read(qwen, tmp_path / "q.gguf")
 
 

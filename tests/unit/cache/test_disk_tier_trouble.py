@@ -38,8 +38,8 @@ from reference.cache.tiers import (
 )
 from reference.cases import examples
 
+from kt_runtime.cache.disk import Counters, Health, Use
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.write_behind import WriteBehind
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kt_runtime.cache.health import Counters, Health
+from kt_runtime.cache.disk import Counters, Health
 from kt_runtime.cache.page import BufferPool, Page
 from kt_runtime.cache.write_behind import WriteBehind
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from reference.cache.tiers import SHORT_S, PlayedClock, eventually
 
+from kt_runtime.cache.disk import Counters, Health, Use
 from kt_runtime.cache.format import slot_bytes_for
-from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.read_ahead import Check, ReadAhead
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kt_runtime.bench.page.timeline import ADAPTER, BASE, LEFT, picture, read_timeline
-from kt_runtime.cli.demo.streams import Answered
-from kt_runtime.cli.demo.timeline import timeline_of
+from kt_runtime.cli.demo.streams import Answered, timeline_of
 from kt_runtime.errors import InvalidValueError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -26,7 +26,7 @@ from kt_runtime.serve.finetuning.service import FineTuning
 from kt_runtime.serve.finetuning.trainer import Connection
 from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
-from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.serve.requests.checks.served import ServedModels
 from kt_runtime.wire import replies
 from kt_runtime.wire.codec import Arrays
 from kt_runtime.wire.messages import AnyRequest, CloseSession

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.cache.health import Counters
+from kt_runtime.cache.disk import Counters
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.wire.status import CacheTier
 

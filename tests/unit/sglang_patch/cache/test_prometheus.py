@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kt_runtime.cache.health import DISK_COUNTERS
+from kt_runtime.cache.disk import DISK_COUNTERS
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
 from kt_runtime.wire.status import CacheTier
 

@@ -19,7 +19,7 @@ from kt_runtime.sglang_patch.frontend.stalls import (
     EngineStalled,
     Stalls,
 )
-from kt_runtime.sglang_patch.ranks.looks import Look, look_at, rank_names
+from kt_runtime.sglang_patch.ranks.processes import Look, look_at, rank_names
 
 SCHEDULER, DETOKENIZER = 11, 12
 

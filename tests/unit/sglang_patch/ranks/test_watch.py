@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kt_runtime.ranks.failures import CUT_OFF, FAILED, SIGNALLED, Failure
-from kt_runtime.sglang_patch.ranks.looks import Look
+from kt_runtime.sglang_patch.ranks.processes import Look
 from kt_runtime.sglang_patch.ranks.watch import (
     CAUSE_SECONDS,
     OWN_ERROR_SECONDS,

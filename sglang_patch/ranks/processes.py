@@ -1,4 +1,4 @@
-"""Names the process of a server of several ranks that has died.
+"""What is known of a rank's process: its name, what the kernel says of it, and how it ended.
 
 Symbols (SGLang 0.5.23): `SubprocessWatchdog._processes` and `._names`, read. Reason: when a rank dies, the others fail
 too, within milliseconds, since their connections to it end. A user must see which one was the first.
@@ -6,13 +6,48 @@ too, within milliseconds, since their connections to it end. A user must see whi
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from kt_runtime.ranks.failures import FAILED, SIGNALLED, Failure, cause_of
-from kt_runtime.sglang_patch.ranks.looks import RANK, rank_names
 
 SYMBOLS = ("sglang.srt.utils.watchdog.SubprocessWatchdog",)
+SCHEDULER, RANK = "scheduler_", "rank "  # SGLang's name of a scheduler's process, before its number; ours of a rank's
+STOPPED = (b"T", b"t")  # by a signal, by a debugger
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+def rank_names(processes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """SGLang's names and process ids, where several schedulers are ranks."""
+    if sum(name.startswith(SCHEDULER) for name, _ in processes) < 2:
+        return list(processes)
+    return [(name.replace(SCHEDULER, RANK), pid) for name, pid in processes]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the kernel says of one process. `main_seconds`: processor time of its main thread."""
+
+    stopped: bool
+    main_seconds: float
+
+
+def look_at(pid: int) -> Look | None:
+    """None for a process that has ended: SGLang's watchdog takes care of it.
+
+    Reads one file, several times a second for each process; psutil reads one of each thread, of which ranks have 50.
+    """
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *numbers = text[text.rindex(b")") + 2 :].split()  # proc(5): the name before it may hold anything
+    user, system = int(numbers[10]), int(numbers[11])
+    return Look(state in STOPPED, (user + system) / CLOCK_TICKS)
 
 
 class RankProcess(Protocol):
@@ -25,7 +60,7 @@ class RankProcess(Protocol):
     def exitcode(self) -> int | None: ...
 
 
-def described(watchdog: Any) -> str:
+def first_death(watchdog: Any) -> str:
     """ "rank 1 (process 123) has died: SIGKILL"; empty with one rank, or if none has ended yet.
 
     A rank that a signal has ended comes before ranks that ended with an error of their own.

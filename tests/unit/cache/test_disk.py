@@ -11,7 +11,7 @@ import pytest
 
 from kt_runtime import direct_file
 from kt_runtime.bench.cache import system_cache
-from kt_runtime.cache.filesystem import DiskFiles
+from kt_runtime.cache.disk import DiskFiles
 from kt_runtime.direct_file import BLOCK_BYTES, DirectFile, cached_share
 
 SIZE = 1 << 20

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from kt_runtime.serve.requests.bodies.completions import TextCompletion
 from kt_runtime.serve.requests.bodies.control import LoadAdapter
 from kt_runtime.serve.requests.bodies.generate import LogprobFields, VertexGenerate
-from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.serve.requests.bodies.responses import Responses
 from kt_runtime.serve.requests.checks.refusal import Refusal
+from kt_runtime.serve.requests.checks.served import ResponsesThere, ServedModels
 
 
 def models(*, any_name: bool = False) -> ServedModels:
@@ -59,3 +61,13 @@ def test_any_model_name_still_finds_no_unknown_adapter() -> None:
     models(any_name=True).check(SimpleNamespace(model="llama:7b"))
     with pytest.raises(Refusal, match="unknown adapter 'mime'"):
         models(any_name=True).check(SimpleNamespace(model="org/base:mime"))
+
+
+def test_responses_that_sglang_could_not_prepare_are_refused_and_other_routes_not() -> None:
+    asked = Responses(model="m", input="hello")
+    ResponsesThere(lambda: True).check(asked)
+    absent = ResponsesThere(lambda: False)
+    absent.check(TextCompletion(model="m", prompt="hello"))
+    with pytest.raises(Refusal, match="/v1/chat/completions answers") as refused:
+        absent.check(asked)
+    assert refused.value.status == 501

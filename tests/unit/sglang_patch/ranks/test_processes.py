@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kt_runtime.sglang_patch.ranks.deaths import described
+from kt_runtime.sglang_patch.ranks.processes import first_death
 
 
 def killed() -> None:
@@ -34,16 +34,16 @@ def ended(*ways: Callable[[], None]) -> SimpleNamespace:
 
 def test_the_rank_that_a_signal_has_ended_comes_before_those_that_failed_for_it() -> None:
     watchdog = ended(failed, killed)
-    assert described(watchdog) == f"rank 1 (process {watchdog._processes[1].pid}) has died: SIGKILL"
+    assert first_death(watchdog) == f"rank 1 (process {watchdog._processes[1].pid}) has died: SIGKILL"
 
 
 def test_a_rank_that_failed_by_itself() -> None:
     watchdog = ended(failed, failed)
-    assert described(watchdog) == f"rank 0 (process {watchdog._processes[0].pid}) has died: it ended with status 3"
+    assert first_death(watchdog) == f"rank 0 (process {watchdog._processes[0].pid}) has died: it ended with status 3"
 
 
 @pytest.mark.parametrize("names", [["scheduler_0"], ["scheduler_0", "detokenizer_0"]])
 def test_nothing_is_said_of_a_single_rank(names: list[str]) -> None:
     watchdog = ended(*[killed] * len(names))
     watchdog._names = names
-    assert described(watchdog) == ""
+    assert first_death(watchdog) == ""
