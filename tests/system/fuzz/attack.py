@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from system.fuzz.asking import HANG_SECONDS, HungUp, ask, fault_in
+from system.fuzz.asking import HANG_SECONDS, LONG_ANSWER_SECONDS, PATIENCE_SECONDS, HungUp, ask, fault_in
 from system.fuzz.bodies import Bodies, HttpCase, Places
 from system.fuzz.clients import AdapterChurn, BadClients, post
 from system.fuzz.wire_cases import WireCase, WireCases, WirePlaces
@@ -157,7 +157,7 @@ def _ask_on(target: Target, stop: Event, journal: Journal, make: Callable[[], Ht
 def ask_one(address: tuple[str, int], case: HttpCase, journal: Journal) -> None:
     """Raises OSError when the server is gone."""
     try:
-        answer = ask(address, case)
+        answer = ask(address, case, LONG_ANSWER_SECONDS if _asks_much(case) else PATIENCE_SECONDS)
     except HungUp:
         journal.end(case.name, status="hung up")
         return
@@ -177,12 +177,17 @@ def _after_silence(address: tuple[str, int], case: HttpCase, journal: Journal) -
     except TimeoutError:
         journal.fault(case, f"no answer, nor to a small request within {HANG_SECONDS:.0f} s")
         return
-    rule = rule_for(case.method, case.path)
-    generates = rule is not None and rule.access is Access.GENERATE
-    if generates and (_ASKS_MUCH.search(case.body) or not _ASKS_LITTLE.search(case.body)):
+    if _asks_much(case):
         journal.end(case.name, status="slow")
     else:
         journal.fault(case, "no answer to a request that asks for little; others are answered")
+
+
+def _asks_much(case: HttpCase) -> bool:
+    """Whether an honest answer may be long in coming."""
+    rule = rule_for(case.method, case.path)
+    generates = rule is not None and rule.access is Access.GENERATE
+    return generates and bool(_ASKS_MUCH.search(case.body) or not _ASKS_LITTLE.search(case.body))
 
 
 def _tell_on(target: Target, stop: Event, journal: Journal, make: Callable[[], WireCase]) -> None:

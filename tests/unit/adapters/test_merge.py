@@ -20,9 +20,10 @@ def test_the_sum_is_the_exact_one_rounded_once(dtype: torch.dtype) -> None:
     found = add_pair(weight, pair, 0.75, dtype)
     exact = weight.double() + 0.75 * pair.b.double() @ pair.a.double()
     assert found.dtype == dtype and torch.equal(weight, before)
-    # A float32 sum may fall on the other side of the middle between two bf16 numbers: 0 to 6 of 42,900 do.
-    assert (found != exact.to(dtype)).sum() <= 12
-    assert torch.allclose(found.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 2.0**-23, atol=1e-6)
+    # Of a sum that is wrong by no more than this before it is rounded: in float32 9.5e-7 measured, 1.2e-6 with other
+    # seeds; in float64 1.8e-15. Such a sum may fall on the other side of the middle between two numbers.
+    error = 5e-6 if dtype == torch.bfloat16 else 1e-14
+    assert bool((((exact - error).to(dtype) <= found) & (found <= (exact + error).to(dtype))).all())
 
 
 def test_dense_modules_and_single_experts_are_found_by_their_checkpoint_names(model: Any) -> None:
