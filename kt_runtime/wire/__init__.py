@@ -1,4 +1,4 @@
-"""The training protocol over ZMQ: messages, codec, the resident's server and the trainer's client."""
+"""The training protocol over ZMQ: messages, codec, the servers, and the clients of trainer, frontend and resident."""
 
 from kt_runtime.wire.address import runtime_directory
 from kt_runtime.wire.batch import Batch, Samples

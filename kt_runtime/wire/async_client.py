@@ -8,13 +8,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import zmq.asyncio
 
-from kt_runtime.wire import codec
 from kt_runtime.wire.address import probe
 from kt_runtime.wire.codec import Arrays, Limits
-from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.messages import AnyRequest
-from kt_runtime.wire.replies import ErrorReply, Reply
-from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
+from kt_runtime.wire.replies import Reply
+from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, deliver, open_dealer
 
 _R = TypeVar("_R", bound=Reply)
 
@@ -67,10 +65,6 @@ class AsyncResidentClient:
                     ticket.sent()
                 left_s = min(deadline, ticket.next_send) - time.monotonic()
                 if await socket.poll(int(max(0.0, left_s) * 1000) + 1):
-                    reply, received = codec.decode_reply(await socket.recv_multipart(), self._limits)
-                    if reply.request_id == request.request_id:
-                        ticket.receive(reply, received)
-                    elif isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the id
-                        raise error_from(reply)
+                    deliver(await socket.recv_multipart(), {request.request_id: ticket}, self._limits)
         answer, found = ticket.result()
         return checked_type(self.address, answer, reply_type), found

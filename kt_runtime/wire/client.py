@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zmq
 
 from kt_runtime.errors import ProtocolError
-from kt_runtime.wire import codec, messages, replies
+from kt_runtime.wire import messages, replies
 from kt_runtime.wire.address import probe
 from kt_runtime.wire.batch import Batch, Samples
 from kt_runtime.wire.codec import Arrays, Limits
@@ -27,7 +27,7 @@ from kt_runtime.wire.messages import Activations, AnyRequest, CrossEntropy, Lora
 from kt_runtime.wire.replies import AnyReply, ErrorReply
 from kt_runtime.wire.settings import Settings
 from kt_runtime.wire.status import SessionInfo
-from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
+from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, deliver, open_dealer
 
 # The effects of these requests commute, so several may be in flight. Any other request waits for all before it.
 COMMUTING = (messages.GetStatus, messages.Forward, messages.ForwardBackward)
@@ -347,16 +347,9 @@ class ResidentClient:
         ticket.sent()
 
     def _receive(self) -> None:
-        frames = self._socket.recv_multipart()
-        reply, arrays = codec.decode_reply(frames, self._limits)
-        ticket = self._tickets.get(reply.request_id)
-        if ticket is None:
-            if isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the request's id
-                raise error_from(reply)
-            return  # a second answer to a retried request
-        ticket.receive(reply, arrays)
-        if ticket.abandoned and ticket.reply is not None and not isinstance(reply, ErrorReply):
-            del self._tickets[reply.request_id]
+        ticket = deliver(self._socket.recv_multipart(), self._tickets, self._limits)
+        if ticket and ticket.abandoned and ticket.reply is not None and not isinstance(ticket.reply, ErrorReply):
+            del self._tickets[ticket.request.request_id]
 
 
 def _arrays(batch: Batch, reference: npt.ArrayLike | None, samples: Samples | None) -> dict[str, npt.NDArray[Any]]:

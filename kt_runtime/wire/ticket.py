@@ -1,8 +1,9 @@
-"""A request in flight, for both clients: when the client sends it again, and what its reply means."""
+"""A request in flight, for all clients: when the client sends it again, which reply is its own and what that means."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from kt_runtime.errors import KtError, ProtocolError, RequestTimeoutError, Serve
 from kt_runtime.wire import codec
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import AnyRequest
+from kt_runtime.wire.messages import AnyRequest, Request
 from kt_runtime.wire.replies import AnyReply, ErrorReply, Reply
 
 FIRST_RESEND_SECONDS = 5.0
@@ -34,7 +35,7 @@ class Ticket:
     `refused_busy`: the latest refusal of a busy server. `abandoned`: nobody waits for the reply any more.
     """
 
-    request: AnyRequest
+    request: Request
     frames: list[bytes]
     resend_s: float = FIRST_RESEND_SECONDS
     next_send: float = 0.0
@@ -83,6 +84,21 @@ class Ticket:
             f"{address}: no answer to {type(self.request).__name__} ({self.request.request_id}) within "
             f"{timeout_s:g} s; it may still be executed"
         )
+
+
+def deliver(frames: Sequence[bytes], tickets: Mapping[str, Ticket], limits: Limits) -> Ticket | None:
+    """Gives the reply in `frames` to its ticket, found by request id. Returns None if no ticket waits for it: a second
+    answer to a retried request.
+
+    Raises ProtocolError for malformed frames, and the error of a server that could not read a request's id.
+    """
+    reply, arrays = codec.decode_reply(frames, limits)
+    ticket = tickets.get(reply.request_id)
+    if ticket is not None:
+        ticket.receive(reply, arrays)
+    elif isinstance(reply, ErrorReply) and not reply.request_id:
+        raise error_from(reply)
+    return ticket
 
 
 def checked_type(address: str, reply: AnyReply, reply_type: type[_R]) -> _R:

@@ -19,7 +19,6 @@ from kt_runtime import device
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
-from kt_runtime.resident.names import NamesChannel
 from kt_runtime.resident.pacing.budget import Load
 from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
@@ -35,6 +34,7 @@ from kt_runtime.sglang_patch.ranks import group
 from kt_runtime.sglang_patch.resident import latencies, members
 from kt_runtime.sglang_patch.store import expert_store
 from kt_runtime.sglang_patch.version import PINNED
+from kt_runtime.wire.names import NamesChannel
 from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, RankStatus
 
 SYMBOLS = (

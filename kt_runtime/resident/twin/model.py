@@ -376,9 +376,17 @@ def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> in
 
     Rotary tables are not counted: they are computed from the configuration.
     """
-    storages = {t.untyped_storage().data_ptr() for t in engine.values() if not isinstance(t, PackedWeight)}
-    weights = [weight for weight in model.state_dict().values() if not isinstance(weight, PackedWeight)]
-    return sum(weight.nbytes for weight in weights if weight.untyped_storage().data_ptr() not in storages)
+    memory = [_memory(tensor) for tensor in engine.values()]
+    weights = [(weight.nbytes, _memory(weight).start) for weight in model.state_dict().values()]
+    return sum(nbytes for nbytes, start in weights if not any(start in of_engine for of_engine in memory))
+
+
+def _memory(tensor: torch.Tensor) -> range:
+    """The addresses of its storage. A packed matrix has none; its own bytes, which may be a slice of another's."""
+    if isinstance(tensor, PackedWeight):
+        return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+    storage = tensor.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
 def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

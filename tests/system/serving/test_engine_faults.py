@@ -21,7 +21,7 @@ from system.conftest import Served
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import AdapterTensors, LoraPair
-from kt_runtime.resident.names import NamesChannel
+from kt_runtime.wire.names import NamesChannel
 
 PROMPT = [5, 6, 7, 8]
 FATAL = 613  # the one token that the poisoned adapter overflows at

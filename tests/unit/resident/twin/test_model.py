@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kt_runtime.bench.experts.gguf_blocks import to_blocks, write_tensors
 from kt_runtime.errors import CheckpointError
+from kt_runtime.experts.gguf import GgufTensors
+from kt_runtime.experts.packed.weight import PackedWeight
+from kt_runtime.families.gguf import Held, Part
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.twin import model as twin_model
 from kt_runtime.resident.twin.model import Twin, bytes_not_shared
@@ -124,6 +129,29 @@ def test_a_twin_that_copied_the_engine_s_weights_would_say_so(make_lab: Any, mon
     monkeypatch.setattr(twin_model, "_view", lambda source, engine: view(source, engine).clone())
     twin = Twin(lab.host)
     assert twin.copied_bytes == sum(copy.nbytes for copy in twin.views().values()) > 0
+
+
+def packed(host: Any, fused: str, place: Path) -> PackedWeight:
+    """The engine's matrix `fused` in Q8_0, read from a file: one tensor for each of the twin's."""
+    sources = [source for source in Twin(host).family.twin_sources(host.config) if source.source == fused]
+    rows = {source.name: host.tensors()[fused][source.start : source.stop].float().numpy() for source in sources}
+    write_tensors(place, {name: ("Q8_0", to_blocks(values, "Q8_0")) for name, values in rows.items()})
+    with GgufTensors([place]) as tensors:
+        return tensors.packed([Held(name, (), (Part(name, ()),)) for name in rows], host.dtype)
+
+
+def test_a_twin_that_copied_packed_matrices_would_say_so(
+    make_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, fused = make_host("qwen3_moe"), "model.layers.1.self_attn.qkv_proj.weight"
+    engine_s, copied = (packed(host, fused, tmp_path / name) for name in ("engine_s.gguf", "copy.gguf"))
+    host.tensors()[fused] = engine_s
+    twin = Twin(host)
+    assert sum(isinstance(view, PackedWeight) for view in twin.views().values()) == 3
+    assert twin.copied_bytes == 0
+    view = twin_model._view
+    monkeypatch.setattr(twin_model, "_view", lambda source, engine: view(source, {**engine, fused: copied}))
+    assert Twin(host).copied_bytes == copied.nbytes > 0
 
 
 def test_data_pointers_are_those_of_the_fused_rows(make_lab: Any) -> None:

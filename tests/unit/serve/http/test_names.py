@@ -15,12 +15,12 @@ import zmq
 import zmq.asyncio
 
 from kt_runtime.errors import ConflictError, RequestTimeoutError, ServerUnreachableError, UnknownNameError
-from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import names
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec
 from kt_runtime.wire.messages import PROTOCOL_VERSION, GetStatus, MoveName
+from kt_runtime.wire.names import NamesChannel
 from kt_runtime.wire.replies import DoneReply, ErrorReply
 
 

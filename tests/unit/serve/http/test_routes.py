@@ -25,7 +25,6 @@ from kt_runtime.errors import (
     RuntimeFault,
     ServerBusyError,
 )
-from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import adapters as adapters_module
 from kt_runtime.serve.http.adapters import Adapters, drop_adapter
 from kt_runtime.serve.http.names import NamesServer
@@ -35,6 +34,7 @@ from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec, error_reply, replies
 from kt_runtime.wire import messages as m
 from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.names import NamesChannel
 
 
 class Frontend(SimpleNamespace):
