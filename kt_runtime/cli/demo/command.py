@@ -22,13 +22,12 @@ from typing import Any
 import click
 import httpx
 
-from kt_runtime.bench.page.measurement import compact_json
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.demo.base import make_base
 from kt_runtime.cli.demo.streams import FirstToken, Streams, chat, timeline_of
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError, RuntimeFault
-from kt_runtime.files import write_file, write_json
+from kt_runtime.files import write_json
 from kt_runtime.serve.models.presets import configs
 
 MODEL = "tiny-deepseek-v3"
@@ -59,7 +58,7 @@ def command(json_path: Path | None, timeline: Path | None, directory: Path | Non
         write_json(json_path.resolve(), figures)
         say(f"figures are in {json_path}")
     if timeline:
-        write_file(timeline.resolve(), f"{compact_json(moments)}\n".encode())
+        write_json(timeline.resolve(), moments)
         say(f"times are in {timeline}")
     if figures["after"] != EXPECTED or figures["streams_failed"] or not figures["base_weights_unchanged"]:
         raise RuntimeFault(f"the demo did not end as it should: {json.dumps(figures)}")
