@@ -117,6 +117,7 @@ void test_topology(Report& report);                            // topology_test.
 void test_threads(Report& report);                             // threads_test.cpp
 void test_fp16(Report& report);                                // fp16_test.cpp
 void test_plan(Report& report);                                // plan_test.cpp
+void test_finite(Report& report);                              // finite_test.cpp
 void test_float(const kt::Tiles& tiles, Report& report);       // float_test.cpp
 void test_integer(const kt::Tiles& tiles, Report& report);     // integer_test.cpp
 void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_test.cpp

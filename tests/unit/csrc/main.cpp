@@ -91,6 +91,7 @@ bool run_engine() {
   } kEngineTests[] = {{"topology", kt_test::test_topology},
                       {"threads", kt_test::test_threads},
                       {"plan", kt_test::test_plan},
+                      {"finite", kt_test::test_finite},
                       {"fp16", kt_test::test_fp16}};
   bool passed = true;
   for (const auto& test : kEngineTests) {
