@@ -8,9 +8,10 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <source_location>
 #include <string>
+#include <string_view>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "base/bf16.h"
@@ -31,13 +32,16 @@ class Report {
 
   // `what`: a text, or a function that makes one, which is called where the check fails: of millions of checks almost
   // none needs its text.
-  // |got - wanted| <= tolerance * scale, and got is a number.
+  // |got - wanted| <= tolerance * scale, and got is a number. Calls on one line with one tolerance are a gate: a
+  // tolerance that differs by size, and not by what is computed, belongs into the scale.
   template <class What>
-  void close(const What& what, double got, double wanted, double tolerance, double scale) {
+  void close(const What& what, double got, double wanted, double tolerance, double scale,
+             const std::source_location& at = std::source_location::current()) {
     ++checks_;
     const double error = std::fabs(got - wanted), allowed = tolerance * scale;
+    Gate& gate = gate_of(at, tolerance);
     if (error <= allowed) {
-      if (error > 0) used_ = std::fmax(used_, error / allowed);
+      if (error > 0) gate.used = std::fmax(gate.used, error / allowed);
       return;
     }
     fail(text_of(what) + ": got " + std::to_string(got) + ", expected " + std::to_string(wanted));
@@ -52,10 +56,31 @@ class Report {
   }
   long checks() const { return checks_; }
   long failures() const { return failures_; }
-  // The largest error since the last call of this function, as a share of what was allowed.
-  double take_used() { return std::exchange(used_, 0.0); }
+
+  struct Gate {
+    const char* path;
+    unsigned line;
+    double tolerance;
+    double used = 0;  // the largest error, as a share of what is allowed
+
+    std::string_view file() const {
+      const std::string_view all = path;
+      return all.substr(all.rfind('/') + 1);
+    }
+  };
+  const std::vector<Gate>& gates() const { return gates_; }
 
  private:
+  Gate& gate_of(const std::source_location& at, double tolerance) {
+    const auto is_it = [&](const Gate& gate) {
+      return gate.line == at.line() && gate.tolerance == tolerance && std::strcmp(gate.path, at.file_name()) == 0;
+    };
+    if (last_ < gates_.size() && is_it(gates_[last_])) return gates_[last_];
+    last_ = static_cast<size_t>(std::find_if(gates_.begin(), gates_.end(), is_it) - gates_.begin());
+    if (last_ == gates_.size()) gates_.push_back({at.file_name(), at.line(), tolerance});
+    return gates_[last_];
+  }
+
   template <class What>
   static std::string text_of(const What& what) {
     if constexpr (std::is_invocable_v<What>) {
@@ -69,7 +94,8 @@ class Report {
   std::minstd_rand draw_;
   int turn_ = 0;
   long checks_ = 0, failures_ = 0;
-  double used_ = 0;
+  std::vector<Gate> gates_;
+  size_t last_ = 0;  // of gates_: most calls are of the same gate as the one before
 };
 
 class Random {
@@ -117,6 +143,7 @@ void test_topology(Report& report);                            // topology_test.
 void test_threads(Report& report);                             // threads_test.cpp
 void test_fp16(Report& report);                                // fp16_test.cpp
 void test_plan(Report& report);                                // plan_test.cpp
+void test_finite(Report& report);                              // finite_test.cpp
 void test_float(const kt::Tiles& tiles, Report& report);       // float_test.cpp
 void test_integer(const kt::Tiles& tiles, Report& report);     // integer_test.cpp
 void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_test.cpp

@@ -56,9 +56,12 @@ void run(const Test& test, const kt::Tiles& tiles, int part, Counts* counts) {
   kt_test::Report report(part);
   const std::clock_t begun = std::clock();
   test.run(tiles, report);
-  std::printf("%s %s: %ld checks, %ld failures, errors up to %.2f of what is allowed, %.1f s of processor time\n",
-              tiles.name, test.name, report.checks(), report.failures(), report.take_used(),
-              static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
+  std::printf("%s %s: %ld checks, %ld failures, %.1f s of processor time\n", tiles.name, test.name, report.checks(),
+              report.failures(), static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
+  for (const kt_test::Report::Gate& gate : report.gates()) {
+    std::printf("%s gate %.*s:%u within %.3g: errors up to %.3f of what is allowed\n", tiles.name,
+                static_cast<int>(gate.file().size()), gate.file().data(), gate.line, gate.tolerance, gate.used);
+  }
   std::fflush(stdout);
   counts->checks += report.checks();
   counts->failures += report.failures();
@@ -91,6 +94,7 @@ bool run_engine() {
   } kEngineTests[] = {{"topology", kt_test::test_topology},
                       {"threads", kt_test::test_threads},
                       {"plan", kt_test::test_plan},
+                      {"finite", kt_test::test_finite},
                       {"fp16", kt_test::test_fp16}};
   bool passed = true;
   for (const auto& test : kEngineTests) {

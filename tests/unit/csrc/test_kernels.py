@@ -41,10 +41,21 @@ def of_all(program: Path) -> tuple[int, str]:
 def test_kernels_agree_with_double_precision(of_all: tuple[int, str], isa: str) -> None:
     _, output = of_all
     assert re.search(rf"^isa {isa}: [1-9]\d* checks, 0 failures$", output, re.MULTILINE), output
-    used = dict(re.findall(rf"^{isa} (\w+): \d+ checks, 0 failures, errors up to ([\d.]+) of", output, re.MULTILINE))
-    too_wide = {test: share for test, share in used.items() if 0 < float(share) < 0.1}
-    assert used.keys() == TESTS, "a test of an instruction set did not run"
-    assert not too_wide, "a tolerance is at most ten times the largest error"
+    ran = set(re.findall(rf"^{isa} (\w+): \d+ checks, 0 failures, ", output, re.MULTILINE))
+    assert ran == TESTS, "a test of an instruction set did not run"
+
+
+def test_a_tolerance_is_at_most_ten_times_the_largest_error(of_all: tuple[int, str]) -> None:
+    """Of each gate, a line with a tolerance, on the instruction set that needs it most. The portable kernels and AMX's
+    on the model run everywhere, and need 0.128 of a gate or more. What is always exact is compared as bits."""
+    _, output = of_all
+    found = re.findall(r"^\S+ gate (\S+ within \S+): errors up to ([\d.]+) of", output, re.MULTILINE)
+    largest: dict[str, float] = {}
+    for gate, share in found:
+        largest[gate] = max(largest.get(gate, 0.0), float(share))
+    assert len(largest) >= 40, output
+    too_wide = {gate: share for gate, share in largest.items() if share < 0.1}
+    assert not too_wide
 
 
 def test_all_of_the_program_passed(of_all: tuple[int, str]) -> None:

@@ -216,8 +216,7 @@ void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, 
   // Equal terms round alike: their errors add up, one rounding for each group. Half of one is the largest error
   // measured with two groups at most; with more, the products of these scales are exact but for AMX's, a quarter of the
   // sum.
-  const double tolerance =
-      kFloatRounding * static_cast<double>(std::max<int64_t>(tiles.quantized_size(shape).groups, 2));
+  const auto groups = static_cast<double>(std::max<int64_t>(tiles.quantized_size(shape).groups, 2));
   const std::string what = std::string(tiles.name) + " " + kt::format_name(format) + " extremes " + std::to_string(low);
   for (int64_t m = 0; m < kRows; ++m) {
     for (int64_t n = 0; n < 16; ++n) {
@@ -225,7 +224,8 @@ void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, 
       const Sum sum = dot(
           cols, [&](int64_t k) { return level_of(format, at_top(n, k) ? top : bottom) - zero; },
           [&](int64_t k) { return in[static_cast<size_t>(m * cols + k)]; });
-      report.close(what, static_cast<double>(c[static_cast<size_t>(m * 16 + n)]), sum.value, tolerance, sum.scale);
+      report.close(what, static_cast<double>(c[static_cast<size_t>(m * 16 + n)]), sum.value, kFloatRounding,
+                   groups * sum.scale);
     }
   }
 }

@@ -245,13 +245,13 @@ void test_values(const kt::AttentionEngine& engine, const Batch& batch, Report& 
       for (int64_t h = 0; h < batch.sizes.heads; ++h) {
         const Attended& wanted = *next++;
         const int64_t row = sequence.first_query + t;
-        const double tolerance = kTolerance * (1 + wanted.largest_score);
+        const double of_score = 1 + wanted.largest_score;
         for (int64_t c = 0; c < batch.sizes.value; ++c) {
           const auto at = static_cast<size_t>(c);
-          report.close(name, out.at(row, h, c), wanted.out[at], tolerance, wanted.scale[at]);
+          report.close(name, out.at(row, h, c), wanted.out[at], kTolerance, of_score * wanted.scale[at]);
         }
-        report.close(of_sums, log_sums[static_cast<size_t>(row * batch.sizes.heads + h)], wanted.log_sum, tolerance,
-                     1 + std::fabs(wanted.log_sum));
+        report.close(of_sums, log_sums[static_cast<size_t>(row * batch.sizes.heads + h)], wanted.log_sum, kTolerance,
+                     of_score * (1 + std::fabs(wanted.log_sum)));
       }
     }
   }
