@@ -19,12 +19,14 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NumericsError, RuntimeFault
 
 TEMPORARY_PREFIX = ".tmp-"
+LINE_CHARACTERS = 118  # of compact JSON
 
 
 MayReplace = Callable[[Path, Path], None]
@@ -153,6 +155,23 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
     except ValueError as error:
         raise NumericsError(f"{path}: not written, since a value in it is no number: {error}") from None
     write_file(path, f"{text}\n".encode(), private=private)
+
+
+def compact_json(value: Any, indent: int = 0) -> str:
+    """JSON in which a list or object that fits into a line is one line, so that a table's row is a line."""
+    if isinstance(value, Decimal):
+        return str(value)
+    if not isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        items, ends = [f"{json.dumps(key)}: {compact_json(item, indent + 2)}" for key, item in value.items()], "{}"
+    else:
+        items, ends = [compact_json(item, indent + 2) for item in value], "[]"
+    line = ends[0] + ", ".join(items) + ends[1]
+    if len(line) + indent <= LINE_CHARACTERS and "\n" not in line:
+        return line
+    inner = ",\n".join(" " * (indent + 2) + item for item in items)
+    return f"{ends[0]}\n{inner}\n{' ' * indent}{ends[1]}"
 
 
 def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:

@@ -88,9 +88,9 @@ _READ_AHEAD = 1 << 20
 class Rules:
     """What a file must keep to, and the class of the error that is raised if it does not.
 
-    `header_bytes`: the most that keys and list of tensors may take. `types`: of `BLOCKS`; `advice` for other types ends
-    the message. `least_alignment`: the lowest allowed `general.alignment`. `keeps_arrays`: False if arrays are checked
-    and skipped: their key's value is []. `is_whole`: no bytes may follow the last tensor.
+    `header_bytes`: the most that keys and list of tensors may take. `types`: the allowed ones of `BLOCKS`;
+    `advice`: what to do about another type. `least_alignment`: the lowest allowed `general.alignment`. `is_whole`: no
+    bytes may follow the last tensor.
     """
 
     error: type[KtError]
@@ -98,7 +98,6 @@ class Rules:
     types: tuple[str, ...] = tuple(BLOCKS)
     advice: str = ""
     least_alignment: int = 1
-    keeps_arrays: bool = True
     is_whole: bool = False
 
 
@@ -225,15 +224,12 @@ class _Parser:
             return self._string(what)
         if kind != _ARRAY:
             return self._number(self._scalar(kind, what), what)
-        kind, is_kept = self._number("I", what), self._rules.keeps_arrays
+        kind = self._number("I", what)
         if kind == _STRING:
-            count = self._count(what, 8)
-            texts = (self._string(what) for _ in range(count))
-            return [text for text in texts if is_kept]
+            return [self._string(what) for _ in range(self._count(what, 8))]
         letter = self._scalar(kind, what)
         count = self._count(what, struct.calcsize(letter))
-        packed = self._take(count * struct.calcsize(letter), what)
-        return list(struct.unpack(f"<{count}{letter}", packed)) if is_kept else []
+        return list(struct.unpack(f"<{count}{letter}", self._take(count * struct.calcsize(letter), what)))
 
     def _scalar(self, kind: int, what: str) -> str:
         if kind not in _SCALARS:
@@ -252,7 +248,7 @@ class _Parser:
         number, offset = self._number("I", what), self._number("Q", what)
         kind = _TYPES.get(number, "")
         if kind not in self._rules.types:
-            expected = ", ".join(self._rules.types) + self._rules.advice
+            expected = ", ".join(self._rules.types) + (f": {self._rules.advice}" if self._rules.advice else "")
             raise self._error(f"{what} has type {_type_name(number)}; expected {expected}")
         if shape[0] % BLOCKS[kind][0]:
             raise self._error(f"{what} has rows of {shape[0]}; expected a multiple of {BLOCKS[kind][0]} for {kind}")

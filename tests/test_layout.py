@@ -63,7 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"device", "experts", "families", "errors"},
     "ranks": {"_experts", "experts", "errors"},
     "adapters": {
-        *("beside", "checkpoint_file", "direct_file", "families", "files", "gguf_file", "errors", "mapped", "spare"),
+        *("beside", "checkpoint_file", "direct_file", "families", "files", "gguf_file"),
+        *("errors", "mapped", "spare"),
     },
     "cache": {"direct_file", "files", "errors"},
     "registry": {"files", "errors"},

@@ -46,9 +46,8 @@ RULES = Rules(
     AdapterError,
     header_bytes=16 << 20,  # a model's vocabulary has no place in an adapter
     types=("F32", "F16", "BF16"),
-    advice=": convert the adapter with --outtype f32",
+    advice="convert the adapter with --outtype f32",
     least_alignment=8,
-    keeps_arrays=False,
     is_whole=True,
 )
 _KEY = re.compile(r"(?P<matrix>.+\.weight)\.lora_(?P<letter>[ab])")
@@ -197,7 +196,7 @@ def _check_keys(keys: Mapping[str, Any], family: Family, where: str) -> float:
         raise AdapterError(f"{where}: adapter.alora.invocation_tokens: activated LoRA is not supported")
     alpha = keys.get("adapter.lora.alpha", 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha < 0:
-        raise AdapterError(f"{where}: adapter.lora.alpha is {alpha!r}; expected a finite number, not below 0")
+        raise AdapterError(f"{where}: adapter.lora.alpha is {repr(alpha)[:80]}; expected a finite number, not below 0")
     return float(alpha)
 
 

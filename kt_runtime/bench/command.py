@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kt_runtime.bench.scale.command import scale
-from kt_runtime.cli.interrupts import Say, measures
+from kt_runtime.cli.interrupts import Say, with_progress
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ command.add_command(scale)
 @click.option("--runs", default=5, show_default=True, help="Calls of a case, at least.")
 @click.option("--seconds", default=0.5, show_default=True, help="Time of a case, at least; five times as long ends it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def experts(
     say: Say,
     shapes: tuple[str, ...],
@@ -153,7 +153,7 @@ def experts(
     "--peer/--no-peer", "with_peer", default=True, show_default=True, help="Also measure Hugging Face + PEFT."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def train(
     say: Say, as_json: bool, targets: tuple[str, ...], activations: tuple[Activations, ...], **options: Any
 ) -> None:
@@ -186,7 +186,7 @@ def train(
 @click.option("--rank", default=8, show_default=True, help="Of LoRA, on all targets.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def rl(say: Say, as_json: bool, **options: Any) -> None:
     """Time steps of reinforcement learning through a real server, and where their time goes.
 
@@ -232,7 +232,7 @@ def rl(say: Say, as_json: bool, **options: Any) -> None:
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--quick", is_flag=True, help="Half load only, unless --load is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def interfere(say: Say, as_json: bool, quick: bool, loads: tuple[float, ...], **options: Any) -> None:
     """Time requests with and without training at the same time, and training with and without requests.
 
@@ -266,7 +266,7 @@ def interfere(say: Say, as_json: bool, quick: bool, loads: tuple[float, ...], **
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--quick", is_flag=True, help="Adapters of 10 MB and 300 MB, 100 cycles.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def swap(
     say: Say,
     as_json: bool,
@@ -311,7 +311,7 @@ def swap(
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--server/--no-server", "with_server", default=True, show_default=True, help="Also measure first tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def cache(say: Say, as_json: bool, **options: Any) -> None:
     """Time first tokens from each tier of the prefix cache, and the disk tier against plain files.
 
@@ -380,7 +380,7 @@ def cache(say: Say, as_json: bool, **options: Any) -> None:
     metavar="[FILE]",
     help="Print JSON, or write it to FILE in addition to the table.",
 )
-@measures
+@with_progress
 def serve(
     say: Say,
     quick: bool,
@@ -447,7 +447,7 @@ def serve(
     metavar="[FILE]",
     help="Print JSON, or write it to FILE in addition to the tables.",
 )
-@measures
+@with_progress
 def gpu(
     say: Say,
     json_place: str | None,

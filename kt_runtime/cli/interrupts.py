@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM end a command with one KeyboardInterrupt, which neither cuts a cleanup short nor gets lost."""
+"""SIGINT and SIGTERM end a command with one KeyboardInterrupt, which neither cuts a cleanup short nor gets lost; the
+decorator of commands that take long and print their progress.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,9 @@ class Interruptible:
             self._previous_hook(dropped)
 
 
-def measures(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that measures for long, and calls its argument `say` with each line of progress. Ctrl-C or SIGTERM ends
-    its servers and peers, and removes its temporary files."""
+def with_progress(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes long, and calls its argument `say` with each line of progress. Ctrl-C or SIGTERM ends its
+    servers and peers, and removes its temporary files."""
 
     @functools.wraps(function)
     def wrapped(**options: Any) -> None:

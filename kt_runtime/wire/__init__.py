@@ -1,4 +1,6 @@
-"""The training protocol over ZMQ: messages, codec, the servers, and the clients of trainer, frontend and resident."""
+"""The training protocol and the names channel over ZMQ: messages, codec, the server, and the clients of trainer,
+frontend and resident.
+"""
 
 from kt_runtime.wire.address import runtime_directory
 from kt_runtime.wire.batch import Batch, Samples

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import zmq
 
 from kt_runtime.errors import ConflictError, KtError, RequestTimeoutError, ServerUnreachableError, UserError
@@ -20,7 +21,7 @@ from kt_runtime.wire import codec
 from kt_runtime.wire.codec import Limits
 from kt_runtime.wire.failures import error_from, error_reply
 from kt_runtime.wire.messages import MoveName
-from kt_runtime.wire.replies import ErrorReply
+from kt_runtime.wire.replies import AnyReply, ErrorReply
 from kt_runtime.wire.ticket import Ticket, deliver, open_dealer
 
 Done = Callable[[Exception | None], None]
@@ -34,6 +35,10 @@ LIMITS = Limits(max_message_bytes=64 * 1024)
 class _Move(Ticket):
     request: MoveName
     done: Done = field(kw_only=True)
+
+    def receive(self, reply: AnyReply, arrays: dict[str, np.ndarray]) -> None:
+        """Keeps the first reply, which may be a busy server's refusal."""
+        self.reply = self.reply or reply
 
 
 class NamesChannel:
@@ -63,12 +68,12 @@ class NamesChannel:
             expires_at=time.monotonic() + self.timeout_s,
         )
         move = _Move(request, codec.encode(request, limits=LIMITS), done=done)
-        self._moves[request.request_id] = move
         try:
             self._socket.send_multipart(move.frames, zmq.NOBLOCK)
         except zmq.Again:
             problem = ServerUnreachableError(f"{self.address}: the frontend takes no more messages; is it running?")
             move.receive(error_reply(request.request_id, problem), {})
+        self._moves[request.request_id] = move
 
     def wait(self, seconds: float) -> None:
         """Sleeps until an answer can be polled, at most `seconds`. Returns at once if no move waits for one."""
@@ -82,7 +87,7 @@ class NamesChannel:
                 deliver(self._socket.recv_multipart(), self._moves, LIMITS)
         now = time.monotonic()
         for move in list(self._moves.values()):
-            if move.reply or move.refused_busy or now > move.request.expires_at + self.grace_s:
+            if move.reply or now > move.request.expires_at + self.grace_s:
                 del self._moves[move.request.request_id]
                 move.done(self._problem(move))
 
@@ -92,7 +97,6 @@ class NamesChannel:
     def _problem(self, move: _Move) -> KtError | None:
         name = move.request.name
         if move.reply is None:
-            late = RequestTimeoutError(f"the frontend did not move {name!r} within {self.timeout_s:g} s")
-            return move.refused_busy or late
+            return RequestTimeoutError(f"the frontend did not move {name!r} within {self.timeout_s:g} s")
         error = error_from(move.reply) if isinstance(move.reply, ErrorReply) else None
         return ConflictError(f"adapter {name!r} was not moved: {error}") if isinstance(error, UserError) else error

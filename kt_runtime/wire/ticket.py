@@ -1,4 +1,4 @@
-"""A request in flight, for all clients: when the client sends it again, which reply is its own and what that means."""
+"""A request in flight, for all clients: when a client sends it again, which reply is its own and what that means."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _S = TypeVar("_S", bound=zmq.Socket[Any])
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in flight; pass it to `ResidentClient.wait`.
+    """A request in flight; `ResidentClient.wait` takes it.
 
     `next_send`: time.monotonic() of the next retry. `resend_s`, `busy_s`: the pauses before retries, which double.
 
@@ -88,7 +88,7 @@ class Ticket:
 
 def deliver(frames: Sequence[bytes], tickets: Mapping[str, Ticket], limits: Limits) -> Ticket | None:
     """Gives the reply in `frames` to its ticket, found by request id. Returns None if no ticket waits for it: a second
-    answer to a retried request.
+    answer to a retried request, or one after its deadline.
 
     Raises ProtocolError for malformed frames, and the error of a server that could not read a request's id.
     """

@@ -1,7 +1,8 @@
-"""What is known of a rank's process: its name, what the kernel says of it, and how it ended.
+"""A server's processes: their names, what the kernel says of one, and which rank died first.
 
-Symbols (SGLang 0.5.23): `SubprocessWatchdog._processes` and `._names`, read. Reason: when a rank dies, the others fail
-too, within milliseconds, since their connections to it end. A user must see which one was the first.
+Symbols (SGLang 0.5.23): `SubprocessWatchdog._processes` and `._names`, read. Reason for `first_death`: when a rank
+dies, the others fail too, within milliseconds, since their connections to it end. A user must see which one was the
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kt_runtime.ranks.failures import FAILED, SIGNALLED, Failure, cause_of
 
 SYMBOLS = ("sglang.srt.utils.watchdog.SubprocessWatchdog",)
 SCHEDULER, RANK = "scheduler_", "rank "  # SGLang's name of a scheduler's process, before its number; ours of a rank's
-STOPPED = (b"T", b"t")  # by a signal, by a debugger
+STOPPED_STATES = (b"T", b"t")  # by a signal, by a debugger
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
@@ -47,7 +48,7 @@ def look_at(pid: int) -> Look | None:
         return None
     state, *numbers = text[text.rindex(b")") + 2 :].split()  # proc(5): the name before it may hold anything
     user, system = int(numbers[10]), int(numbers[11])
-    return Look(state in STOPPED, (user + system) / CLOCK_TICKS)
+    return Look(state in STOPPED_STATES, (user + system) / CLOCK_TICKS)
 
 
 class RankProcess(Protocol):

@@ -5,18 +5,16 @@ A figure keeps its digits: 0.80 in the file is 0.80 on the page.
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.files import errors_of_path, read_regular, write_file
+from kt_runtime.files import compact_json, errors_of_path, read_regular, write_file
 
 MAX_FILE_BYTES = 4 << 20
-LINE_CHARACTERS = 118
 
 _T = TypeVar("_T")
 
@@ -197,23 +195,6 @@ def write(path: Path, measurement: Measurement) -> None:
         raise InvalidValueError(f"{path}: {error}") from None
     with errors_of_path(path, "written"):
         write_file(path, (text + "\n").encode())
-
-
-def compact_json(value: Any, indent: int = 0) -> str:
-    """JSON in which a list or object that fits into a line is one line, so that a table's row is a line."""
-    if isinstance(value, Decimal):
-        return str(value)
-    if not isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, dict):
-        items, ends = [f"{json.dumps(key)}: {compact_json(item, indent + 2)}" for key, item in value.items()], "{}"
-    else:
-        items, ends = [compact_json(item, indent + 2) for item in value], "[]"
-    line = ends[0] + ", ".join(items) + ends[1]
-    if len(line) + indent <= LINE_CHARACTERS and "\n" not in line:
-        return line
-    inner = ",\n".join(" " * (indent + 2) + item for item in items)
-    return f"{ends[0]}\n{inner}\n{' ' * indent}{ends[1]}"
 
 
 def _fits(cell: Cell, units: list[str]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kt_runtime.cli.interrupts import Say, measures
+from kt_runtime.cli.interrupts import Say, with_progress
 
 
 @click.command(name="scale")
@@ -28,7 +28,7 @@ from kt_runtime.cli.interrupts import Say, measures
 @click.option("--rank-streams", type=int, multiple=True, help="Decoded at once. [default: 1, 8]")
 @click.option("--rank-runs", default=3, show_default=True, help="Counted runs of a case.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@measures
+@with_progress
 def scale(say: Say, as_json: bool, rank_streams: tuple[int, ...], **options: Any) -> None:
     """Time from a publication on one server to the first token of the last replica of its registry; decoding on ranks.
 

@@ -27,7 +27,7 @@ from kt_runtime.cli.demo.base import make_base
 from kt_runtime.cli.demo.streams import FirstToken, Streams, chat, timeline_of
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError, RuntimeFault
-from kt_runtime.files import write_json
+from kt_runtime.files import compact_json, write_file, write_json
 from kt_runtime.serve.models.presets import configs
 
 MODEL = "tiny-deepseek-v3"
@@ -58,7 +58,7 @@ def command(json_path: Path | None, timeline: Path | None, directory: Path | Non
         write_json(json_path.resolve(), figures)
         say(f"figures are in {json_path}")
     if timeline:
-        write_json(timeline.resolve(), moments)
+        write_file(timeline.resolve(), f"{compact_json(moments)}\n".encode())
         say(f"times are in {timeline}")
     if figures["after"] != EXPECTED or figures["streams_failed"] or not figures["base_weights_unchanged"]:
         raise RuntimeFault(f"the demo did not end as it should: {json.dumps(figures)}")

@@ -382,7 +382,9 @@ def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> in
 
 
 def _memory(tensor: torch.Tensor) -> range:
-    """The addresses of its storage. A packed matrix has none; its own bytes, which may be a slice of another's."""
+    """The addresses of `tensor`'s storage. A packed matrix has no storage: those of its bytes, which may be a part of
+    another matrix's.
+    """
     if isinstance(tensor, PackedWeight):
         return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Checks that what a request names is served: the model, adapters, a parser of SGLang's, the route /v1/responses."""
+"""Checks that the server has what a request needs: model, adapters, a parser of SGLang's, the route /v1/responses."""
 
 from __future__ import annotations
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from system.fuzz.bodies import HttpCase
 
-# An honest answer may be long in coming where the request asks for much; then another, small request tells a server
-# that computes from one that hangs.
+# How long a small request may take before the server counts as hanging.
 HANG_SECONDS = 60.0
+# After these seconds without an answer to a request that asks for much, a small request tells a server that computes
+# from one that hangs.
 LONG_ANSWER_SECONDS = 20.0
-# `make test` may run on a busy machine.
+# How long an answer to a request that asks for little may take. `make test` may run on a busy machine.
 PATIENCE_SECONDS = 20.0 if os.environ.get("FUZZ_STRICT") else HANG_SECONDS
 MOST_READ_BYTES = 32 << 20
 TRACES = [rb"Traceback \(most recent", rb'File "/', rb"\.py\", line", rb"/site-packages/"]

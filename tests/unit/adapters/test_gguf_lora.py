@@ -215,7 +215,7 @@ F32 = np.float32
         (key("arch", "deepseek2"), "general.architecture is 'deepseek2'; expected 'qwen3moe'"),
         (key("adapter.lora.alpha", float("nan")), "adapter.lora.alpha is nan"),
         (key("adapter.lora.alpha", -1.0), "adapter.lora.alpha is -1"),
-        (key("adapter.lora.alpha", [1.0, 2.0]), r"adapter.lora.alpha is \[\]"),
+        (key("adapter.lora.alpha", [1.0, 2.0]), r"adapter.lora.alpha is \[1.0, 2.0\]"),
         (key("adapter.alora.invocation_tokens", [1, 2]), "activated LoRA"),
         (key("general.alignment", 48), "'general.alignment' is 48; expected a power of two from 8"),
         (tensor(f"{BLOCK0}.lora_b", None), "'blk.0.attn_output.weight.lora_b' is missing"),

@@ -1,4 +1,4 @@
-"""Reads past the system's cache bring what usual ones bring, wherever the file lies and ends."""
+"""The disk's calls: reads past the system's cache bring what usual ones bring, wherever the file lies and ends."""
 
 from __future__ import annotations
 

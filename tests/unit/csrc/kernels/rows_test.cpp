@@ -303,9 +303,10 @@ ActivationRoundings allowed_for(kt::ActivationKind kind) {
       return {8, 6, 3};  // 4.4, 2.5, 1.4
     case kGeluTanh:
       return {5, 7, 5};  // 2.2, 3.4, 2.2
-    default:
-      return {2, 0, 5};  // relu2: 0.93, no gate, 2.5
+    case kReluSquared:
+      return {2, 0, 5};  // 0.93, no gate, 2.5
   }
+  return {};
 }
 
 void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, Random& random, Report& report) {

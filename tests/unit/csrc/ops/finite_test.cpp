@@ -117,11 +117,11 @@ void test_finite(Report& report) {
       test_place(large, retained, part * kPartRows + part * 37 % kPartRows, part * 101 % kHidden, report);
     test_place(large, retained, kTokens - 1, kHidden - 1, report);
   }
-  // The jobs of these calls, which all end with the search, were given to other threads too.
+  // Other threads were awake for these calls.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (woken == 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
   kt::ThreadPool::instance().set_wake_hook(nullptr);
-  report.equal("no other thread was called", woken > 0);
+  report.equal("no other thread woke", woken > 0);
 }
 
 }  // namespace kt_test

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +17,7 @@ from kt_runtime.sglang_patch.frontend.stalls import (
     EngineStalled,
     Stalls,
 )
-from kt_runtime.sglang_patch.ranks.processes import Look, look_at, rank_names
+from kt_runtime.sglang_patch.ranks.processes import Look, rank_names
 
 SCHEDULER, DETOKENIZER = 11, 12
 
@@ -145,27 +143,6 @@ def test_a_stopped_process_is_a_stall_also_while_nobody_waits_and_another_comput
 def test_a_process_that_ended_is_not_judged(engine: Engine) -> None:
     engine.looks[SCHEDULER] = None
     assert engine.after(10) == ""
-
-
-@pytest.mark.slow
-def test_the_kernel_says_who_is_stopped_and_who_computes() -> None:
-    code = "import sys\nprint('begun', flush=True)\nx = 0\nwhile True: x += 1"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-            process.send_signal(19)
-            stopped = look_at(process.pid)
-            while stopped is None or not stopped.stopped:
-                stopped = look_at(process.pid)
-            again = look_at(process.pid)
-            assert again is not None and again.main_seconds == stopped.main_seconds
-            process.send_signal(18)
-            while (now := look_at(process.pid)) is not None and now.main_seconds < stopped.main_seconds + 0.1:
-                pass
-            assert now is not None and not now.stopped
-        finally:
-            process.kill()
-    assert look_at(process.pid) is None
 
 
 def test_a_stopped_rank_ends_the_server(engine: Engine) -> None:

@@ -1,16 +1,20 @@
-"""Which rank a user is told of when ranks have died: real processes, with the names that SGLang gives them."""
+"""What the kernel says of a process, and which rank a user is told of when ranks have died: real processes, with the
+names that SGLang gives them.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from kt_runtime.sglang_patch.ranks.processes import first_death
+from kt_runtime.sglang_patch.ranks.processes import first_death, look_at
 
 
 def killed() -> None:
@@ -47,3 +51,24 @@ def test_nothing_is_said_of_a_single_rank(names: list[str]) -> None:
     watchdog = ended(*[killed] * len(names))
     watchdog._names = names
     assert first_death(watchdog) == ""
+
+
+@pytest.mark.slow
+def test_the_kernel_says_who_is_stopped_and_who_computes() -> None:
+    code = "import sys\nprint('begun', flush=True)\nx = 0\nwhile True: x += 1"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+            process.send_signal(19)
+            stopped = look_at(process.pid)
+            while stopped is None or not stopped.stopped:
+                stopped = look_at(process.pid)
+            again = look_at(process.pid)
+            assert again is not None and again.main_seconds == stopped.main_seconds
+            process.send_signal(18)
+            while (now := look_at(process.pid)) is not None and now.main_seconds < stopped.main_seconds + 0.1:
+                pass
+            assert now is not None and not now.stopped
+        finally:
+            process.kill()
+    assert look_at(process.pid) is None

@@ -11,8 +11,9 @@ from kt_runtime.serve.requests.bodies.completions import TextCompletion
 from kt_runtime.serve.requests.bodies.control import LoadAdapter
 from kt_runtime.serve.requests.bodies.generate import LogprobFields, VertexGenerate
 from kt_runtime.serve.requests.bodies.responses import Responses
+from kt_runtime.serve.requests.bodies.scoring import FunctionCallText, ReasoningText
 from kt_runtime.serve.requests.checks.refusal import Refusal
-from kt_runtime.serve.requests.checks.served import ResponsesThere, ServedModels
+from kt_runtime.serve.requests.checks.served import KnownParsers, ResponsesThere, ServedModels
 
 
 def models(*, any_name: bool = False) -> ServedModels:
@@ -71,3 +72,15 @@ def test_responses_that_sglang_could_not_prepare_are_refused_and_other_routes_no
     with pytest.raises(Refusal, match="/v1/chat/completions answers") as refused:
         absent.check(asked)
     assert refused.value.status == 501
+
+
+def test_a_parser_that_sglang_has_not_is_refused_with_the_nearest_one() -> None:
+    parsers = KnownParsers(tool_call=["qwen25", "kimi_k2"], reasoning=["qwen3"])
+    parsers.check(FunctionCallText(text="t", tool_call_parser="qwen25"))
+    parsers.check(ReasoningText(text="t", reasoning_parser="qwen3"))
+    parsers.check(TextCompletion(model="m", prompt="hello"))
+    with pytest.raises(Refusal, match="tool_call_parser 'qwen26' is unknown; did you mean 'qwen25'") as refused:
+        parsers.check(FunctionCallText(text="t", tool_call_parser="qwen26"))
+    assert refused.value.status == 400
+    with pytest.raises(Refusal, match="reasoning_parser 'kimi_k2' is unknown; known: qwen3"):
+        parsers.check(ReasoningText(text="t", reasoning_parser="kimi_k2"))
