@@ -45,6 +45,7 @@ class Layer:
     def bias_bytes(self, expert: int, /) -> PieceBytes: ...
     def forward(
         self,
+        *,
         x: Any,
         ids: Any,
         weights: Any,
@@ -52,10 +53,10 @@ class Layer:
         token_slots: Any,
         out: Any,
         retain: bool,
-        /,
     ) -> Retained | None: ...
     def backward(
         self,
+        *,
         grad_out: Any,
         x: Any,
         ids: Any,
@@ -66,13 +67,13 @@ class Layer:
         weights_grad: Any,
         slot_grads: Sequence[tuple[Any, ...] | None],
         retained: Retained | None,
-        /,
     ) -> None: ...
     def combine(self, rows: Any, row_of: Any, weights: Any, out: Any, /) -> None: ...
     def unpack(self, expert: int, gate: Any, up: Any, down: Any, /) -> None: ...
     def unpack_range(self, first: int, count: int, w13: Any, w2: Any, /) -> None: ...
 
 def attend(
+    *,
     isa: str,
     num_threads: int,
     q: Any,
@@ -87,15 +88,48 @@ def attend(
     sinks: Any,
     window: int,
     chosen: Any,
-    /,
 ) -> None:
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
 def prepare_index_rows(isa: str, num_threads: int, /, *operands: Any) -> None: ...
 def select_keys(isa: str, num_threads: int, /, *operands: Any) -> None: ...
-def gated_delta(isa: str, num_threads: int, /, *operands: Any) -> None: ...
-def gated_delta_backward(isa: str, num_threads: int, /, *operands: Any) -> None: ...
+def gated_delta(
+    *,
+    isa: str,
+    num_threads: int,
+    x: Any,
+    a: Any,
+    b: Any,
+    filter: Any,
+    log_rate: Any,
+    bias: Any,
+    heads: Any,
+    sequences: Any,
+    inputs: Any,
+    states: Any,
+    out: Any,
+) -> None:
+    """csrc/ops/delta/gated_delta.h. inputs, states: None where nothing is kept."""
+
+def gated_delta_backward(
+    *,
+    isa: str,
+    num_threads: int,
+    by_out: Any,
+    x: Any,
+    a: Any,
+    b: Any,
+    filter: Any,
+    log_rate: Any,
+    bias: Any,
+    heads: Any,
+    sequences: Any,
+    by_x: Any,
+    by_a: Any,
+    by_b: Any,
+) -> None: ...
 def attend_backward(
+    *,
     isa: str,
     num_threads: int,
     by_out: Any,
@@ -111,7 +145,6 @@ def attend_backward(
     by_keys: Any,
     by_values: Any,
     chosen: Any,
-    /,
 ) -> None:
     """Gradients of `attend` without slots and cap (csrc/ops/attention_backward.h)."""
 
@@ -215,6 +248,7 @@ class Step:
     def __init__(self, isa: str, num_threads: int, table: dict[str, Any], /) -> None: ...
     def run(
         self,
+        *,
         ids: Any,
         positions: Any,
         slots: Any,
@@ -226,7 +260,6 @@ class Step:
         token_slots: Any,
         out: Any,
         routes: Any,
-        /,
     ) -> list[int]: ...
     def free_scratch(self) -> None:
         """Nothing, while a batch runs in another thread."""
@@ -249,6 +282,7 @@ def placement_counts() -> tuple[int, int, int]:
     """Requests for a memory node granted, refused, and errno of the last refusal."""
 
 def load_layer(
+    *,
     checkpoint: Checkpoint,
     prefix: str,
     num_experts: int,
@@ -260,7 +294,6 @@ def load_layer(
     expert_format: str,
     num_nodes: int,
     share: tuple[int, int],
-    /,
 ) -> Layer:
     """mlp: activation, limit, alpha (0 where it has none), whether there are biases, whether fused tensors are
     interleaved and transposed. expert_format "": as the checkpoint stores it. num_nodes 0: the memory nodes of this

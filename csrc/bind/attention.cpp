@@ -236,8 +236,14 @@ void select_batch(const std::string& isa, int num_threads, py::handle q, py::han
 void bind_attention(py::module_& module) {
   module.def("prepare_index_rows", &prepare_rows);
   module.def("select_keys", &select_batch);
-  module.def("attend", &attend_batch);
-  module.def("attend_backward", &attend_batch_backward);
+  module.def("attend", &attend_batch, py::kw_only(), py::arg("isa"), py::arg("num_threads"), py::arg("q"),
+             py::arg("keys"), py::arg("values"), py::arg("out"), py::arg("log_sums"), py::arg("sequences"),
+             py::arg("slots"), py::arg("scaling"), py::arg("logit_cap"), py::arg("sinks"), py::arg("window"),
+             py::arg("chosen"));
+  module.def("attend_backward", &attend_batch_backward, py::kw_only(), py::arg("isa"), py::arg("num_threads"),
+             py::arg("by_out"), py::arg("q"), py::arg("keys"), py::arg("values"), py::arg("out"), py::arg("log_sums"),
+             py::arg("sequences"), py::arg("scaling"), py::arg("window"), py::arg("by_q"), py::arg("by_keys"),
+             py::arg("by_values"), py::arg("chosen"));
 }
 
 }  // namespace kt

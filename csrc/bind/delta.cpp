@@ -139,8 +139,13 @@ void run_delta_backward(const std::string& isa, int num_threads, py::handle by_o
 }  // namespace
 
 void bind_delta(py::module_& module) {
-  module.def("gated_delta", &run_delta);
-  module.def("gated_delta_backward", &run_delta_backward);
+  module.def("gated_delta", &run_delta, py::kw_only(), py::arg("isa"), py::arg("num_threads"), py::arg("x"),
+             py::arg("a"), py::arg("b"), py::arg("filter"), py::arg("log_rate"), py::arg("bias"), py::arg("heads"),
+             py::arg("sequences"), py::arg("inputs"), py::arg("states"), py::arg("out"));
+  module.def("gated_delta_backward", &run_delta_backward, py::kw_only(), py::arg("isa"), py::arg("num_threads"),
+             py::arg("by_out"), py::arg("x"), py::arg("a"), py::arg("b"), py::arg("filter"), py::arg("log_rate"),
+             py::arg("bias"), py::arg("heads"), py::arg("sequences"), py::arg("by_x"), py::arg("by_a"),
+             py::arg("by_b"));
 }
 
 }  // namespace kt

@@ -285,8 +285,11 @@ void bind_layer(py::module_& module) {
     return py::buffer_info(const_cast<uint8_t*>(piece.data), 1, "B", 1, {piece.bytes}, {1}, true);
   });
   py::class_<NativeLayer>(module, "Layer")
-      .def("forward", &NativeLayer::forward)
-      .def("backward", &NativeLayer::backward)
+      .def("forward", &NativeLayer::forward, py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("weights"),
+           py::arg("slots"), py::arg("token_slots"), py::arg("out"), py::arg("retain"))
+      .def("backward", &NativeLayer::backward, py::kw_only(), py::arg("grad_out"), py::arg("x"), py::arg("ids"),
+           py::arg("weights"), py::arg("slots"), py::arg("token_slots"), py::arg("x_grad"), py::arg("weights_grad"),
+           py::arg("slot_grads"), py::arg("retained"))
       .def("combine", &NativeLayer::combine)
       .def("unpack", &NativeLayer::unpack)
       .def("unpack_range", &NativeLayer::unpack_range)

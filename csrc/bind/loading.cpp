@@ -175,7 +175,9 @@ void bind_loading(py::module_& module) {
         return std::make_shared<Checkpoint>(directory, setting_of(quantization));
       }))
       .def("add_file", &add_file);
-  module.def("load_layer", &load);
+  module.def("load_layer", &load, py::kw_only(), py::arg("checkpoint"), py::arg("prefix"), py::arg("num_experts"),
+             py::arg("hidden"), py::arg("intermediate"), py::arg("mlp"), py::arg("isa"), py::arg("num_threads"),
+             py::arg("expert_format"), py::arg("num_nodes"), py::arg("share"));
   py::class_<PackedMatrix, std::shared_ptr<PackedMatrix>>(module, "PackedMatrix", py::buffer_protocol())
       .def(py::init(&packed_matrix))
       .def("fill", &fill)

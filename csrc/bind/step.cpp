@@ -539,7 +539,9 @@ class NativeStep {
 void bind_step(py::module_& module) {
   py::class_<NativeStep>(module, "Step")
       .def(py::init<const std::string&, int, const py::dict&>())
-      .def("run", &NativeStep::run)
+      .def("run", &NativeStep::run, py::kw_only(), py::arg("ids"), py::arg("positions"), py::arg("slots"),
+           py::arg("sequences"), py::arg("table"), py::arg("states"), py::arg("adapter_rows"),
+           py::arg("expert_adapters"), py::arg("token_slots"), py::arg("out"), py::arg("routes"))
       .def("free_scratch", &NativeStep::free_scratch)
       .def_property_readonly("scratch_bytes", &NativeStep::scratch_bytes);
 }

@@ -110,20 +110,20 @@ def attend(
     out = make(shape, dtype=out_dtype or q.dtype, device="cpu")
     try:
         _experts.attend(
-            engine.isa,
-            engine.num_threads,
-            capsule(dense.with_adjacent_columns(q), "q"),
-            capsule(keys, "keys"),
-            capsule(values, "values"),
-            capsule(out, "out"),
-            None if log_sums is None else capsule(log_sums, "log_sums"),
-            capsule(sequences.rows, "sequences"),
-            None if sequences.slots is None else capsule(sequences.slots, "slots"),
-            float(scaling),
-            float(logit_cap),
-            None if sinks is None else capsule(sinks, "sinks"),
-            window,
-            None if chosen is None else capsule(chosen, "chosen"),
+            isa=engine.isa,
+            num_threads=engine.num_threads,
+            q=capsule(dense.with_adjacent_columns(q), "q"),
+            keys=capsule(keys, "keys"),
+            values=capsule(values, "values"),
+            out=capsule(out, "out"),
+            log_sums=None if log_sums is None else capsule(log_sums, "log_sums"),
+            sequences=capsule(sequences.rows, "sequences"),
+            slots=None if sequences.slots is None else capsule(sequences.slots, "slots"),
+            scaling=float(scaling),
+            logit_cap=float(logit_cap),
+            sinks=None if sinks is None else capsule(sinks, "sinks"),
+            window=window,
+            chosen=None if chosen is None else capsule(chosen, "chosen"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
@@ -155,21 +155,21 @@ def attend_backward(
     by_q, by_keys, by_values = (capsule(x, name) for x, name in zip(found, ("by_q", "by_k", "by_v"), strict=True))
     try:
         _experts.attend_backward(
-            engine.isa,
-            engine.num_threads,
-            capsule(dense.with_adjacent_columns(by_out), "by_out"),
-            capsule(dense.with_adjacent_columns(q), "q"),
-            capsule(keys, "keys"),
-            capsule(values, "values"),
-            capsule(out, "out"),
-            capsule(log_sums, "log_sums"),
-            capsule(sequences.rows, "sequences"),
-            float(scaling),
-            window,
-            by_q,
-            by_keys,
-            by_values,
-            None if chosen is None else capsule(chosen, "chosen"),
+            isa=engine.isa,
+            num_threads=engine.num_threads,
+            by_out=capsule(dense.with_adjacent_columns(by_out), "by_out"),
+            q=capsule(dense.with_adjacent_columns(q), "q"),
+            keys=capsule(keys, "keys"),
+            values=capsule(values, "values"),
+            out=capsule(out, "out"),
+            log_sums=capsule(log_sums, "log_sums"),
+            sequences=capsule(sequences.rows, "sequences"),
+            scaling=float(scaling),
+            window=window,
+            by_q=by_q,
+            by_keys=by_keys,
+            by_values=by_values,
+            chosen=None if chosen is None else capsule(chosen, "chosen"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
@@ -277,12 +277,12 @@ def gated_delta(
     out = x.new_zeros(len(x), heads.value_heads * heads.value_size)
     try:
         _experts.gated_delta(
-            engine.isa,
-            engine.num_threads,
-            *_delta_operands(x, a, b, weights, sequences),
-            None if kept is None else capsule(kept.inputs, "inputs"),
-            None if kept is None else capsule(kept.states, "states"),
-            capsule(out, "out"),
+            isa=engine.isa,
+            num_threads=engine.num_threads,
+            **_delta_operands(x, a, b, weights, sequences),
+            inputs=None if kept is None else capsule(kept.inputs, "inputs"),
+            states=None if kept is None else capsule(kept.states, "states"),
+            out=capsule(out, "out"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
@@ -297,21 +297,23 @@ def gated_delta_backward(
     Sums are float32 and rounded once; the bits do not depend on the number of threads. Rows of no sequence give zeros.
     """
     engine = dense.engine()
-    found = x.new_zeros(x.shape), a.new_zeros(a.shape), b.new_zeros(b.shape)
+    by_x, by_a, by_b = x.new_zeros(x.shape), a.new_zeros(a.shape), b.new_zeros(b.shape)
     try:
         _experts.gated_delta_backward(
-            engine.isa,
-            engine.num_threads,
-            capsule(dense.with_adjacent_columns(by_out), "by_out"),
-            *_delta_operands(x, a, b, weights, sequences),
-            *(capsule(tensor, name) for tensor, name in zip(found, ("by_x", "by_a", "by_b"), strict=True)),
+            isa=engine.isa,
+            num_threads=engine.num_threads,
+            by_out=capsule(dense.with_adjacent_columns(by_out), "by_out"),
+            **_delta_operands(x, a, b, weights, sequences),
+            by_x=capsule(by_x, "by_x"),
+            by_a=capsule(by_a, "by_a"),
+            by_b=capsule(by_b, "by_b"),
         )
     except _experts.NativeError as error:
         raise translate(error) from None
-    return found
+    return by_x, by_a, by_b
 
 
-def _delta_operands(x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequences: Tensor) -> list[object]:
+def _delta_operands(x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequences: Tensor) -> dict[str, object]:
     tensors = {
         "x": dense.with_adjacent_columns(x),
         "a": dense.with_adjacent_columns(a),
@@ -322,4 +324,4 @@ def _delta_operands(x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequ
         "heads": weights.heads.tensor(),
         "sequences": sequences,
     }
-    return [capsule(tensor, name) for name, tensor in tensors.items()]
+    return {name: capsule(tensor, name) for name, tensor in tensors.items()}

@@ -116,7 +116,7 @@ class ExpertLayer:
             out = torch.empty_like(call.x, memory_format=torch.contiguous_format, requires_grad=False)
         native = self.native()
         try:
-            retained = native.forward(*_capsules(call), capsule(out, "out"), retain)
+            retained = native.forward(**_capsules(call), out=capsule(out, "out"), retain=retain)
         except _experts.NativeError as error:
             raise translate(error) from None
         return out, retained
@@ -162,12 +162,12 @@ class ExpertLayer:
         )
         try:
             native.backward(
-                capsule(grad_out, "grad_out"),
-                *_capsules(call),
-                capsule(result.x, "gradient of x"),
-                capsule(result.weights, "gradient of weights"),
-                _slot_capsules(grads),
-                retained,
+                grad_out=capsule(grad_out, "grad_out"),
+                **_capsules(call),
+                x_grad=capsule(result.x, "gradient of x"),
+                weights_grad=capsule(result.weights, "gradient of weights"),
+                slot_grads=_slot_capsules(grads),
+                retained=retained,
             )
         except _experts.NativeError as error:
             raise translate(error) from None
@@ -233,15 +233,15 @@ class ExpertLayer:
         self._native = None
 
 
-def _capsules(call: ExpertCall) -> tuple[Any, Any, Any, list[tuple[Any, ...] | None], Any]:
+def _capsules(call: ExpertCall) -> dict[str, Any]:
     """The call's five arguments for the native side."""
-    return (
-        capsule(call.x, "x"),
-        capsule(call.ids, "ids"),
-        capsule(call.weights, "weights"),
-        _slot_capsules(call.slots),
-        None if call.token_slots is None else capsule(call.token_slots, "token_slots"),
-    )
+    return {
+        "x": capsule(call.x, "x"),
+        "ids": capsule(call.ids, "ids"),
+        "weights": capsule(call.weights, "weights"),
+        "slots": _slot_capsules(call.slots),
+        "token_slots": None if call.token_slots is None else capsule(call.token_slots, "token_slots"),
+    }
 
 
 def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:

@@ -304,17 +304,17 @@ class Step:
         out = torch.empty(len(ids), self._hidden, dtype=self._dtype, device="cpu")
         with translated_errors():
             return out, self._native.run(
-                capsule(ids, "ids"),
-                capsule(positions, "positions"),
-                capsule(slots, "slots"),
-                capsule(sequences.rows, "sequences"),
-                None if sequences.slots is None else capsule(sequences.slots, "table"),
-                None if states is None else capsule(states, "states"),
-                lora.rows,
-                lora.experts,
-                None if lora.token_slots is None else capsule(lora.token_slots, "token_slots"),
-                capsule(out, "out"),
-                None if routes is None else capsule(routes, "routes"),
+                ids=capsule(ids, "ids"),
+                positions=capsule(positions, "positions"),
+                slots=capsule(slots, "slots"),
+                sequences=capsule(sequences.rows, "sequences"),
+                table=None if sequences.slots is None else capsule(sequences.slots, "table"),
+                states=None if states is None else capsule(states, "states"),
+                adapter_rows=lora.rows,
+                expert_adapters=lora.experts,
+                token_slots=None if lora.token_slots is None else capsule(lora.token_slots, "token_slots"),
+                out=capsule(out, "out"),
+                routes=None if routes is None else capsule(routes, "routes"),
             )
 
     @property

@@ -151,9 +151,18 @@ class ExpertStore:
         checkpoint = open_checkpoint(directory, rename)
         with translated_errors():
             for index, prefix in layer_keys.items():
-                sizes = (shape.num_experts, shape.hidden, shape.intermediate)
                 native = _experts.load_layer(
-                    checkpoint, prefix, *sizes, described, isa, num_threads, wanted, num_nodes or 0, (first, held)
+                    checkpoint=checkpoint,
+                    prefix=prefix,
+                    num_experts=shape.num_experts,
+                    hidden=shape.hidden,
+                    intermediate=shape.intermediate,
+                    mlp=described,
+                    isa=isa,
+                    num_threads=num_threads,
+                    expert_format=wanted,
+                    num_nodes=num_nodes or 0,
+                    share=(first, held),
                 )
                 layers[index] = ExpertLayer(native, own_shape, mlp)
                 if progress is not None:

@@ -405,7 +405,19 @@ def test_a_read_that_fails_says_where_and_why(tmp_path: Path, flags: int, size: 
     checkpoint = one_tensor_checkpoint(path, descriptor)
     os.close(descriptor)  # the checkpoint keeps its own
     with pytest.raises(_experts.NativeError) as refused:
-        _experts.load_layer(checkpoint, "m", 1, 3, 2, ("silu", 0, 0, False, False, False), "portable", 1, "", 1, (0, 1))
+        _experts.load_layer(
+            checkpoint=checkpoint,
+            prefix="m",
+            num_experts=1,
+            hidden=3,
+            intermediate=2,
+            mlp=("silu", 0, 0, False, False, False),
+            isa="portable",
+            num_threads=1,
+            expert_format="",
+            num_nodes=1,
+            share=(0, 1),
+        )
     assert refused.value.args == ("bad_checkpoint", f"{path}: {message}")
 
 

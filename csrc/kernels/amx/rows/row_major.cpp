@@ -25,15 +25,7 @@ constexpr int64_t kStepCols = 32, kStepBytes = 64, kTileBytes = 16 * kStepBytes;
 inline int64_t steps_of(const DenseProduct& p) { return (p.inner + kStepCols - 1) / kStepCols; }
 inline bool is_bf16(const DenseProduct& p) { return p.x.bf16 && p.w.bf16; }
 
-// The rest of a run of memory that is prefetched to the L2 cache, some lines with every step.
-struct FetchRun {
-  const uint8_t* at = nullptr;
-  int64_t lines = 0;
-
-  void step() {
-    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
-  }
-};
+using Fetch = FetchEachStep<1>;
 
 // Columns [col, col + kR * height) of the result for kB tiles of x.
 class RowMajorTiles {
@@ -41,7 +33,7 @@ class RowMajorTiles {
   RowMajorTiles(const DenseProduct& p, int64_t height) : p_(p), steps_(steps_of(p)), height_(height) {}
 
   template <int kR, int kB>
-  void run(int64_t col, int64_t tile, FetchRun& fetch) {
+  void run(int64_t col, int64_t tile, Fetch& fetch) {
     const int64_t whole = p_.inner / kStepCols;
     TileRun a[kR], b[kB];
     for (int r = 0; r < kR; ++r) a[r] = {row_of_w(col + r * height_), p_.w.stride * 2, kStepBytes};
@@ -125,10 +117,11 @@ void multiply_columns(const DenseProduct& p, int64_t col, int64_t blocks, int64_
   const int64_t first = p.first_row / kDenseRowUnit, end = (p.first_row + p.rows + kDenseRowUnit - 1) / kDenseRowUnit;
   for (int64_t block = 0; block < blocks; block += 2, col += 2 * height) {
     for (int64_t tile = first; tile < end; tile += 2) {
-      FetchRun fetch;  // later tiles find the rows in the L2 cache
+      Fetch fetch;  // later tiles find the rows in the L2 cache
       if (tile == first && p.w.stride == p.inner) {
-        fetch.at = reinterpret_cast<const uint8_t*>(p.w.row<uint16_t>(col + 2 * height));
         fetch.lines = 2 * height;
+        fetch.cursor.at = reinterpret_cast<const uint8_t*>(p.w.row<uint16_t>(col + 2 * height));
+        fetch.cursor.left = fetch.lines * (p.inner / kStepCols);
       }
       with_blocking(blocks - block, end - tile, [&]<int kR, int kB> { tiles.run<kR, kB>(col, tile, fetch); });
     }
