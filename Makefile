@@ -17,7 +17,7 @@ KERNEL_BUILD = MAKEFLAGS= $(CMAKE) --build build/$@ --parallel $(PROCESSORS) --t
 
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
-	@echo "make test    install, then run every test"
+	@echo "make test    install, then run every test, in its usual cases (docs/testing.md)"
 	@echo "make test-quick     install, then run the tests that start no server: the folders left out are printed"
 	@echo "make test-gpu       install, then run tests/gpu on this machine's NVIDIA GPU; without one it ends with status 2"
 	@echo "make test-device    install, then run whole servers on the emulated accelerator, for DEVICE_SEEDS=20 orders of its work"
