@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from kt_runtime.wire import ResidentClient
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -110,6 +113,14 @@ def test_the_parsers_of_each_preset_are_in_the_table_of_the_http_page() -> None:
     presets = {path.stem: json.loads(path.read_bytes()) for path in (ROOT / "configs" / "models").glob("[A-Zg]*.json")}
     keys = ("tool_call_parser", "reasoning_parser")
     assert said == {name: tuple(preset.get(key) or "none" for key in keys) for name, preset in presets.items()}
+
+
+def test_the_methods_of_the_python_client_are_in_the_table_of_the_protocol_page() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8").split("\n## The Python client\n")[1]
+    cells = re.findall(r"^\| (`.*?) \|", page.split("\n## ")[0], re.MULTILINE)
+    said = [name for cell in cells for name in re.findall(r"`(\w+)\(", cell)]
+    methods = {name for name, value in vars(ResidentClient).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert len(said) == len(set(said)) and set(said) == methods
 
 
 def test_each_fault_s_tests_exist() -> None:

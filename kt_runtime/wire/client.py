@@ -1,8 +1,8 @@
 """The trainer's end of the wire: one method per message. The client retries a request under the same id until answered.
 
-`ForgetAdapter` and `DropAdapter` have no method: they are the frontend's. Not thread-safe: a client belongs to one
-thread. The server runs a retried request only once (`answers.py`). A call that raised RequestTimeoutError may still run
-later, once.
+`FollowAdapter`, `ForgetAdapter` and `DropAdapter` have no method: they are the frontend's. Not thread-safe: a client
+belongs to one thread. The server runs a retried request only once (`answers.py`). A call that raised
+RequestTimeoutError may still run later, once.
 """
 
 from __future__ import annotations
