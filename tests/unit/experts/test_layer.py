@@ -229,7 +229,10 @@ def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(
     assert torch.equal(torch.cat([part[1] for part in parts]), weights)
     for i, whole in enumerate(adapter):  # sums over tokens in another order
         torch.testing.assert_close(
-            sum(part[2][i] for part in parts), whole, rtol=0, atol=1e-5 * whole.abs().max().item()
+            sum(part[2][i] for part in parts),
+            whole,
+            rtol=0,
+            atol=2e-5 * whole.abs().max().item(),  # 5.2e-6 measured
         )
 
 

@@ -17,7 +17,8 @@ from kt_runtime.ops.attention import attend_batch, attend_batch_backward
 
 # query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
 SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
-TOLERANCE = 2e-6  # 6.9e-7 measured; gradients 3.2e-6, of up to 7
+TOLERANCE = 4.5e-6  # 1.44e-6 measured
+GRADIENT_TOLERANCE = 5e-5  # 7e-6 measured, 5.7e-6 with a window and sinks
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,7 +93,7 @@ def gradients(
     return attend_batch_backward(grad_out, *inputs, out, log_sums, scaling)
 
 
-# Sums of up to 250 products in float32, of gradients up to 12: 6e-6 measured. bf16: rounded once more.
+# Sums of up to 250 products in float32, of gradients up to 12. bf16: rounded once more, 2^-8 is the bound.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.0), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tokens", "prefix"), [(1, 0), (19, 0), (48, 0), (97, 6), (150, 100), (2, 61)])
@@ -112,7 +113,7 @@ def test_gradients_are_those_of_the_definition(
         expected = torch.autograd.grad(attention_of(q, k, v, 0.3), wide, grad_out[index].double())
         for by_x, wanted in zip(found, expected, strict=True):
             assert by_x.dtype == dtype
-            torch.testing.assert_close(by_x[index].double(), wanted, atol=5e-5, rtol=tolerance)
+            torch.testing.assert_close(by_x[index].double(), wanted, atol=GRADIENT_TOLERANCE, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,10 +129,10 @@ def test_gradients_with_a_window_and_sinks_are_those_of_the_definition(
     found = attend_batch_backward(grad_out, q, k, v, out, log_sums, 0.3, window)
     q, k, v = wide = [x.double().requires_grad_() for x in inputs]
     expected_out = attention_of(q, k, v, 0.3, window=window, sinks=sinks)
-    torch.testing.assert_close(out[0].double(), expected_out, atol=3 * TOLERANCE, rtol=0)  # 2.1e-6 measured
+    torch.testing.assert_close(out[0].double(), expected_out, atol=2 * TOLERANCE, rtol=0)  # 2.15e-6 measured
     expected = torch.autograd.grad(expected_out, wide, grad_out[0].double())
     for by_x, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(by_x[0].double(), wanted, atol=5e-5, rtol=0)
+        torch.testing.assert_close(by_x[0].double(), wanted, atol=GRADIENT_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())

@@ -52,8 +52,8 @@ def test_served_product_in_float32_is_the_plain_one(shape: tuple[int, ...], with
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-6)  # 9.5e-7 measured, of 6
 
 
-# float32: sums in another order, 4.8e-6 measured. bf16: a unit in the last place where that crosses a tie.
-ONE_ROUNDING = {torch.float32: (0.0, 2e-5), torch.bfloat16: (2**-7, 0.0)}  # relative, absolute
+# float32: sums in another order, 9.5e-6 measured. bf16: a unit in the last place where that crosses a tie.
+ONE_ROUNDING = {torch.float32: (0.0, 3e-5), torch.bfloat16: (2**-7, 0.0)}  # relative, absolute
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,6 +64,7 @@ def test_a_frozen_matrix_gives_the_exact_product_and_the_exact_gradient_rounded(
     leaf = x.clone().requires_grad_()
     out = frozen_linear(leaf, weight)
     product = x.double() @ weight.double().T
+    # bf16: one rounding. Sums in float32: 2.5e-6 measured.
     torch.testing.assert_close(out.double(), product, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1.2e-5)
     assert torch.equal(out[1:2, 7:8], frozen_linear(x[1:2, 7:8], weight))
     exact = (by_out.double() @ weight.double()).to(dtype)
@@ -96,4 +97,5 @@ def test_gradients_of_a_matrix_and_of_heads_are_exact_products_rounded(
     for right in (b, b.expand(2, -1, -1)):
         found = gradient_product(a, right)
         assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
-        torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=2**-7, atol=1e-3)
+        # Rounded once, 2^-8 at most. Sums of 300 products in float32: 1.6e-5 measured.
+        torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=2**-8, atol=1e-4)

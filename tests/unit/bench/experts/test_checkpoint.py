@@ -15,19 +15,30 @@ from kt_runtime.bench.experts.plan import FORMATS, BenchShape
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import ExpertShape, ExpertStore
 
-# Largest relative error of a weight matrix (Frobenius) that rounding to the format explains.
-TOLERANCES = {"bf16": 0.0, "fp8": 0.03, "int8": 0.012}
-TOLERANCES |= {
-    "int4": 0.12,
-    "int4_g32": 0.12,
-    "int4_g128": 0.15,
-    "int4_g128_zp": 0.15,
-    "int8_g128": 0.012,
-    "int8_channel": 0.012,
+# Largest relative error of a weight matrix (Frobenius) that rounding to the format explains. Beside it: measured.
+TOLERANCES = {
+    "bf16": 0.0,  # exact
+    "fp8": 0.03,  # 0.0266
+    "fp8_channel": 0.03,  # 0.0264
+    "int8": 0.012,  # 0.0071
+    "int8_g128": 0.012,  # 0.0067
+    "int8_channel": 0.012,  # 0.0071
+    "int4": 0.12,  # 0.089
+    "int4_g32": 0.12,  # 0.098
+    "int4_g128": 0.15,  # 0.12
+    "int4_g128_zp": 0.15,  # 0.101
+    "q8_0": 0.008,  # 0.0054
+    "q4_0": 0.11,  # 0.087
+    "q5_0": 0.06,  # 0.043
+    "q4_k": 0.1,  # 0.079
+    "q5_k": 0.05,  # 0.038
+    "q6_k": 0.025,  # 0.0194
+    "mxfp4": 0.15,  # 0.116
+    "nvfp4": 0.12,  # 0.096
+    "mxfp8": 0.03,  # 0.0268
+    "iq4_nl": 0.1,  # 0.081
+    "iq4_xs": 0.1,  # 0.081
 }
-TOLERANCES |= {"q8_0": 0.008, "q4_0": 0.11, "q5_0": 0.06, "mxfp4": 0.15, "q4_k": 0.1, "q5_k": 0.05, "q6_k": 0.025}
-
-TOLERANCES |= {"fp8_channel": 0.03, "nvfp4": 0.12, "mxfp8": 0.03, "iq4_nl": 0.1, "iq4_xs": 0.1}
 
 
 @pytest.mark.parametrize("name", FORMATS)

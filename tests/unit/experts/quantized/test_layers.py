@@ -27,9 +27,11 @@ from torch import Tensor
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, routed_experts
 
-INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; a few rows of a small one vary about it
-SMALL_LAYER = 2.5
-BF16_ACTIVATIONS = 2.0**-7
+# Of the result's norm; three times as much for gradients.
+FLOAT32 = 3e-6  # 8.4e-7 measured, 2.7e-6 of gradients
+INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; 0.0147 measured
+SMALL_LAYER = 2.5  # a few rows vary about it; 0.0242 measured, 0.03 of gradients
+BF16_ACTIVATIONS = 2.0**-7  # factors and results are rounded; 2.6e-3 measured, 3.9e-3 of gradients
 OpenLayer = Callable[..., tuple[ExpertLayer, ReferenceExperts]]
 SETTINGS = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -79,7 +81,7 @@ def lora_of(slot: LoraSlot, leaves: list[Tensor]) -> list[moe.Lora]:
 
 def tolerance_of(dtype: torch.dtype, scheme: str) -> float:
     if dtype == torch.float32:
-        return 2e-6
+        return FLOAT32
     integers = any(part in SCHEMES[scheme].format for part in ("int", "fp4"))
     return SMALL_LAYER * INTEGER_ACTIVATIONS if integers else BF16_ACTIVATIONS
 
@@ -201,7 +203,7 @@ def test_int8_activations_cost_what_the_documents_say(isa: str, open_layer: Open
     wanted = moe.routed_experts(values, p.x, p.ids, p.weights)
     exact = layer.forward(p.x.float(), p.ids, p.weights)
     quantized = layer.forward(p.x, p.ids, p.weights)
-    assert relative(exact, wanted) < 1e-6
+    assert relative(exact, wanted) < 2e-6  # 5.2e-7 measured
     if isa == "amx":  # 15 bits of activations: the rest is rounding of the result to bf16
         assert relative(quantized, wanted) < 2.0**-8
     else:

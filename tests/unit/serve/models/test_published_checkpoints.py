@@ -19,7 +19,7 @@ from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.sglang_patch.cpu.weights import dense_tensors
 
-TOLERANCE = 2e-6  # of the expert's largest output, in float32
+TOLERANCE = 4e-6  # of the expert's largest output, in float32; 1.04e-6 measured
 
 
 @pytest.fixture(params=PUBLISHED)
