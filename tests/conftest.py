@@ -59,7 +59,6 @@ class RootLogs(pytest_logging.catching_logs[Any]):
         return self.handler
 
 
-assert hasattr(pytest_logging, "catching_logs"), "pytest has renamed what is replaced here"
 pytest_logging.catching_logs = RootLogs  # type: ignore[misc]
 
 # Examples of tests that do not say how many: 100 are Hypothesis' own. No property fails by the clock: neither by

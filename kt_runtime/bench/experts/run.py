@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from kt_runtime.bench.experts.memory import PeakMemory, check_disk, check_memory
 from kt_runtime.bench.experts.peers import KtKernelPeer, TorchPeers
 from kt_runtime.bench.experts.plan import BenchFormat, BenchShape, Plan
 from kt_runtime.bench.experts.store_bench import StoreBench
-from kt_runtime.cli.interrupts import uninterrupted
+from kt_runtime.cli.interrupts import Say, uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.experts import ExpertShape, ExpertStore
-
-Say = Callable[[str], None]
 
 
 class Checkpoints:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,11 @@ from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, ScriptPeer
 from kt_runtime.bench.serve.run import measure_script, place_of
 from kt_runtime.bench.serve.server_side import Measurements
 from kt_runtime.bench.serve.work import model_work
-from kt_runtime.cli.interrupts import uninterrupted
+from kt_runtime.cli.interrupts import Say, uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.device import DeviceFacts, accelerator, devices, driver_version, is_host
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.models.presets import Preset
-
-Say = Callable[[str], None]
 
 
 def run(plan: Plan, say: Say) -> dict[str, Any]:

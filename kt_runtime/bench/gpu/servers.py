@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,10 @@ from kt_runtime.bench.serve.work import ModelWork
 from kt_runtime.bench.train import server_side as training
 from kt_runtime.bench.train.model import vocabulary
 from kt_runtime.bench.train.plan import sequences_of
+from kt_runtime.cli.interrupts import Say
 from kt_runtime.device import memory
 from kt_runtime.errors import KtError
 from kt_runtime.serve.models.presets import Preset
-
-Say = Callable[[str], None]
 
 
 class Servers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kt_runtime.bench.serve.server_side import Measurements, ServerResult, Serve
 from kt_runtime.bench.serve.work import ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
-from kt_runtime.cli.interrupts import uninterrupted
+from kt_runtime.cli.interrupts import Say, uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.experts.machine import default_threads
@@ -35,8 +35,6 @@ from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.models.checkpoint import count_parameters
 from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.serve.models.presets import is_preset, load_preset
-
-Say = Callable[[str], None]
 
 
 def run(plan: Plan, say: Say) -> dict[str, Any]:

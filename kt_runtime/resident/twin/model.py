@@ -376,12 +376,12 @@ def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> in
 
     Rotary tables are not counted: they are computed from the configuration.
     """
-    memory = [_memory(tensor) for tensor in engine.values()]
-    weights = [(weight.nbytes, _memory(weight).start) for weight in model.state_dict().values()]
+    memory = [_addresses(tensor) for tensor in engine.values()]
+    weights = [(weight.nbytes, _addresses(weight).start) for weight in model.state_dict().values()]
     return sum(nbytes for nbytes, start in weights if not any(start in of_engine for of_engine in memory))
 
 
-def _memory(tensor: torch.Tensor) -> range:
+def _addresses(tensor: torch.Tensor) -> range:
     """The addresses of `tensor`'s storage. A packed matrix has no storage: those of its bytes, which may be a part of
     another matrix's.
     """

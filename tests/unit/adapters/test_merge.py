@@ -20,8 +20,8 @@ def test_the_sum_is_the_exact_one_rounded_once(dtype: torch.dtype) -> None:
     found = add_pair(weight, pair, 0.75, dtype)
     exact = weight.double() + 0.75 * pair.b.double() @ pair.a.double()
     assert found.dtype == dtype and torch.equal(weight, before)
-    # Of a sum that is wrong by no more than this before it is rounded: in float32 9.5e-7 measured, 1.2e-6 with other
-    # seeds; in float64 1.8e-15. Such a sum may fall on the other side of the middle between two numbers.
+    # The largest error of a sum before it is rounded: in float32 9.5e-7 measured, 1.2e-6 with other seeds; in float64
+    # 1.8e-15. Such a sum may fall on the other side of the middle between two numbers.
     error = 5e-6 if dtype == torch.bfloat16 else 1e-14
     assert bool((((exact - error).to(dtype) <= found) & (found <= (exact + error).to(dtype))).all())
 

@@ -33,7 +33,7 @@ class Report {
   // `what`: a text, or a function that makes one, which is called where the check fails: of millions of checks almost
   // none needs its text.
   // |got - wanted| <= tolerance * scale, and got is a number. Calls on one line with one tolerance are a gate: a
-  // tolerance that differs by size, and not by what is computed, belongs into the scale.
+  // tolerance that differs by size, and not by what is computed, belongs in the scale.
   template <class What>
   void close(const What& what, double got, double wanted, double tolerance, double scale,
              const std::source_location& at = std::source_location::current()) {

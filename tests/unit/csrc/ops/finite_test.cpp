@@ -21,7 +21,7 @@ constexpr int kNumThreads = 3;
 
 std::atomic<int> woken{0};
 
-// Calls that reach other ranks: none does, of those that are refused.
+// No call gets as far as the other ranks: each is refused before.
 class NoExchange : public kt::Exchange {
  public:
   NoExchange() : Exchange(0, 2) {}

@@ -144,8 +144,8 @@ def test_a_twin_that_copied_packed_matrices_would_say_so(
     make_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, fused = make_host("qwen3_moe"), "model.layers.1.self_attn.qkv_proj.weight"
-    engine_s, copied = (packed(host, fused, tmp_path / name) for name in ("engine_s.gguf", "copy.gguf"))
-    host.tensors()[fused] = engine_s
+    served, copied = (packed(host, fused, tmp_path / name) for name in ("served.gguf", "copy.gguf"))
+    host.tensors()[fused] = served
     twin = Twin(host)
     assert sum(isinstance(view, PackedWeight) for view in twin.views().values()) == 3
     assert twin.copied_bytes == 0
