@@ -15,7 +15,8 @@ from kt_runtime.bench.experts.plan import FORMATS, BenchShape
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import ExpertShape, ExpertStore
 
-# Largest relative error of a weight matrix (Frobenius) that rounding to the format explains; in the comments what was measured.
+# Largest relative error of a weight matrix (Frobenius) that rounding to the format explains. The comments have what was
+# measured.
 TOLERANCES = {
     "bf16": 0.0,  # exact
     "fp8": 0.03,  # 0.0266
